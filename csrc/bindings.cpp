@@ -1,0 +1,92 @@
+// flash_kda._native: the C++ side as Python sees it. No logic here.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "host/device.h"
+#include "host/embedded.h"
+#include "host/forward.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+using namespace flash_kda;
+
+namespace {
+
+using Strides = std::array<long long, 3>;
+
+TokenStrides token_strides(const Strides& strides) {
+    return {strides[0], strides[1], strides[2]};
+}
+
+py::dict describe(const EmbeddedCubin& cubin) {
+    return py::dict("unit"_a = cubin.unit, "arch"_a = cubin.arch, "sha256"_a = cubin.sha256, "size"_a = cubin.end - cubin.begin);
+}
+
+py::list embedded() {
+    py::list list;
+    for (std::size_t i = 0; i < kEmbeddedCubinCount; ++i) list.append(describe(kEmbeddedCubins[i]));
+    return list;
+}
+
+py::dict driver() {
+    const Driver& driver = Driver::get();
+    return py::dict("loaded"_a = driver.loaded, "version"_a = driver.loaded ? py::object(py::int_(driver.version)) : py::none(),
+                    "reason"_a = driver.reason);
+}
+
+py::dict device(int index) {
+    const DeviceInfo info = device_info(index);
+    return py::dict("name"_a = info.name, "major"_a = info.major, "minor"_a = info.minor, "sm_count"_a = info.sm_count,
+                    "total_memory"_a = info.total_memory, "shared_memory_per_block_optin"_a = info.shared_memory_per_block_optin);
+}
+
+void forward(int device, std::uintptr_t stream, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t g, std::uintptr_t beta,
+             std::uintptr_t out, const Strides& q_strides, const Strides& k_strides, const Strides& v_strides, const Strides& g_strides,
+             const Strides& beta_strides, const Strides& out_strides, int B, int T, int H, int N, std::uintptr_t A_log, std::uintptr_t dt_bias,
+             std::uintptr_t initial_state, bool initial_is_fp32, std::uintptr_t final_state, bool final_is_fp32, std::uintptr_t cu_seqlens,
+             bool cu_is_int64, float scale, float lower_bound) {
+    ForwardCall call = {};
+    call.q = {q, token_strides(q_strides)};
+    call.k = {k, token_strides(k_strides)};
+    call.v = {v, token_strides(v_strides)};
+    call.g = {g, token_strides(g_strides)};
+    call.beta = {beta, token_strides(beta_strides)};
+    call.out = {out, token_strides(out_strides)};
+    call.B = B;
+    ForwardParams& params = call.params;
+    params.A_log = reinterpret_cast<const float*>(A_log);
+    params.dt_bias = reinterpret_cast<const float*>(dt_bias);
+    params.initial_state = reinterpret_cast<const void*>(initial_state);
+    params.final_state = reinterpret_cast<void*>(final_state);
+    params.cu_seqlens = reinterpret_cast<const void*>(cu_seqlens);
+    params.initial_is_fp32 = initial_is_fp32;
+    params.final_is_fp32 = final_is_fp32;
+    params.cu_seqlens_is_int64 = cu_is_int64;
+    params.T = T;
+    params.H = H;
+    params.N = N;
+    params.scale = scale;
+    params.lower_bound = lower_bound;
+    py::gil_scoped_release release;
+    launch_forward(device, stream, call);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+    m.doc() = "CUDA kernels of flash_kda and their launch. Needs neither torch nor a CUDA library; opens the driver at first use.";
+    m.def("embedded", &embedded, "Device code in this module: list of dicts unit, arch, sha256, size.");
+    m.def("build_record", [] { return kBuildRecord; }, "JSON: version, lock digest, toolchain, setting, cubins with their resources.");
+    m.def("driver", &driver, "dict loaded, version, reason. Never raises.");
+    m.def("device_count", &device_count, "Visible CUDA devices; 0 without a working driver.");
+    m.def("device_info", &device, "index"_a);
+    m.def("select", [](int index) { return describe(select_cubin(index)); }, "index"_a,
+          "The cubin that this device uses: dict unit, arch, sha256, size. RuntimeError with the reason if none fits.");
+    m.def("forward", &forward, "device"_a, "stream"_a, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "out"_a, "q_strides"_a, "k_strides"_a, "v_strides"_a,
+          "g_strides"_a, "beta_strides"_a, "out_strides"_a, "B"_a, "T"_a, "H"_a, "N"_a, "A_log"_a, "dt_bias"_a, "initial_state"_a,
+          "initial_is_fp32"_a, "final_state"_a, "final_is_fp32"_a, "cu_seqlens"_a, "cu_is_int64"_a, "scale"_a, "lower_bound"_a,
+          "Launches one call on `stream` of `device`. Pointers are integers, 0 = absent; strides are (batch, token, head) in elements.");
+}

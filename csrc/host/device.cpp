@@ -1,0 +1,130 @@
+#include "host/device.h"
+
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels/portable/config.h"
+
+namespace flash_kda {
+namespace {
+
+CUdevice device_handle(const Driver& driver, int index) {
+    const int count = device_count();
+    if (index < 0 || index >= count) {
+        throw std::runtime_error("flash_kda: CUDA device " + std::to_string(index) + " does not exist: " + std::to_string(count) + " visible");
+    }
+    CUdevice device;
+    driver.check(driver.device_get(&device, index), "finding the CUDA device");
+    return device;
+}
+
+int attribute(const Driver& driver, CUdevice device, CUdevice_attribute which) {
+    int value = 0;
+    driver.check(driver.device_attribute(&value, which, device), "reading a device attribute");
+    return value;
+}
+
+// Loading a module is refused while a stream of this thread is being captured, unless the thread asks for the relaxed mode. The load itself
+// is no part of the captured work.
+class RelaxedCapture {
+   public:
+    explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.check(driver_.capture_mode(&mode_), "relaxing the capture mode"); }
+    ~RelaxedCapture() { driver_.capture_mode(&mode_); }
+    RelaxedCapture(const RelaxedCapture&) = delete;
+    RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+   private:
+    const Driver& driver_;
+    CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+LoadedKernel load_kernel(int index) {
+    const Driver& driver = Driver::require();
+    const EmbeddedCubin& cubin = select_cubin(index);
+    LoadedKernel kernel;
+    RelaxedCapture relaxed(driver);
+    driver.check(driver.context_retain(&kernel.context, device_handle(driver, index)), "retaining the device's primary context");
+    ContextScope scope(kernel.context);
+    CUmodule module;
+    driver.check(driver.module_load(&module, cubin.begin), "loading the embedded kernel");
+    const CUresult found = driver.module_function(&kernel.function, module, portable::kEntryPoint);
+    const CUresult sized =
+        found != CUDA_SUCCESS
+            ? found
+            : driver.function_attribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, portable::kDynamicSharedBytes);
+    if (sized != CUDA_SUCCESS) driver.module_unload(module);
+    driver.check(found, "finding the kernel's entry point");
+    driver.check(sized, "raising the kernel's shared-memory limit");
+    return kernel;
+}
+
+struct DeviceSlot {
+    std::once_flag once;
+    LoadedKernel kernel;
+};
+
+}  // namespace
+
+int device_count() {
+    const Driver& driver = Driver::get();
+    int count = 0;
+    if (!driver.loaded || driver.device_count(&count) != CUDA_SUCCESS) return 0;
+    return count;
+}
+
+DeviceInfo device_info(int index) {
+    const Driver& driver = Driver::require();
+    const CUdevice device = device_handle(driver, index);
+    DeviceInfo info;
+    char name[256] = {};
+    driver.check(driver.device_name(name, sizeof(name) - 1, device), "reading the device's name");
+    info.name = name;
+    info.major = attribute(driver, device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+    info.minor = attribute(driver, device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    info.sm_count = attribute(driver, device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    info.shared_memory_per_block_optin = attribute(driver, device, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+    driver.check(driver.device_memory(&info.total_memory, device), "reading the device's memory size");
+    return info;
+}
+
+const EmbeddedCubin& select_cubin(int index) {
+    const DeviceInfo info = device_info(index);
+    std::string embedded;
+    for (std::size_t i = 0; i < kEmbeddedCubinCount; ++i) {
+        const EmbeddedCubin& cubin = kEmbeddedCubins[i];
+        if (info.major == cubin.major && info.minor >= cubin.minor_first && info.minor <= cubin.minor_last) return cubin;
+        embedded += std::string(i > 0 ? ", " : "") + "sm_" + cubin.arch;
+    }
+    throw std::runtime_error("flash_kda: no kernel for " + info.name + " (compute capability " + std::to_string(info.major) + "." +
+                             std::to_string(info.minor) + "); this build holds " + (embedded.empty() ? "none" : embedded) +
+                             ". Rebuild with FLASH_KDA_CUDA_ARCHS set for this GPU, if it is one of the supported ones");
+}
+
+const LoadedKernel& loaded_kernel(int index) {
+    // One slot a device, made before any thread can ask for it; a failed load throws and is tried again at the next call.
+    static const int count = device_count();
+    static const std::unique_ptr<DeviceSlot[]> slots(new DeviceSlot[count > 0 ? count : 1]);
+    if (index < 0 || index >= count) device_handle(Driver::require(), index);
+    DeviceSlot& slot = slots[index];
+    std::call_once(slot.once, [&] { slot.kernel = load_kernel(index); });
+    return slot.kernel;
+}
+
+ContextScope::ContextScope(CUcontext context) {
+    const Driver& driver = Driver::require();
+    CUcontext current = nullptr;
+    driver.check(driver.context_current(&current), "reading the current context");
+    if (current == context) return;
+    driver.check(driver.context_push(context), "making the device's context current");
+    pushed_ = true;
+}
+
+ContextScope::~ContextScope() {
+    if (!pushed_) return;
+    CUcontext ignored;
+    Driver::get().context_pop(&ignored);
+}
+
+}  // namespace flash_kda

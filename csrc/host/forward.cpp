@@ -1,0 +1,66 @@
+#include "host/forward.h"
+
+#include "host/device.h"
+#include "host/driver.h"
+#include "kernels/portable/config.h"
+
+namespace flash_kda {
+namespace {
+
+constexpr int kPanelChannels = 64;
+constexpr int kPanels = kHeadDim / kPanelChannels;
+constexpr int kElementBytes = 2;
+
+// [B, T, H, 128] seen as (channel in panel, token, panel, head, batch row); one copy brings `panels` panels of 16 tokens.
+CUtensorMap encode(const Driver& driver, const StridedTensor& tensor, const ForwardCall& call, int panels) {
+    const auto bytes = [](long long stride, int extent) {
+        // The stride of an extent of one is never used, and may be anything.
+        return static_cast<cuuint64_t>(extent > 1 ? stride * kElementBytes : kHeadDim * kElementBytes);
+    };
+    const int B = call.B, T = call.params.T, H = call.params.H;
+    const cuuint64_t extents[5] = {kPanelChannels, static_cast<cuuint64_t>(T), kPanels, static_cast<cuuint64_t>(H), static_cast<cuuint64_t>(B)};
+    const cuuint64_t strides[4] = {bytes(tensor.strides.token, T), kPanelChannels * kElementBytes, bytes(tensor.strides.head, H),
+                                   bytes(tensor.strides.batch, B)};
+    const cuuint32_t box[5] = {kPanelChannels, kChunkTokens, static_cast<cuuint32_t>(panels), 1, 1};
+    const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+    CUtensorMap map;
+    driver.check(driver.encode_tensor_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, reinterpret_cast<void*>(tensor.data), extents, strides, box,
+                                          element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                 "describing a tensor to the copy engine");
+    return map;
+}
+
+struct PortableMaps {
+    CUtensorMap q, k, v, g, o;
+};
+
+}  // namespace
+
+void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
+    ForwardParams& params = call.params;
+    const long long blocks = static_cast<long long>(params.N) * params.H;
+    if (blocks == 0) return;
+    params.beta = reinterpret_cast<const void*>(call.beta.data);
+    params.beta_strides = call.beta.strides;
+    params.out = reinterpret_cast<void*>(call.out.data);
+    params.out_strides = call.out.strides;
+
+    const LoadedKernel& kernel = loaded_kernel(device);
+    const Driver& driver = Driver::require();
+    ContextScope scope(kernel.context);
+    PortableMaps maps = {};
+    if (call.B > 0 && params.T > 0) {  // the copy engine knows no empty tensor; without tokens nothing is copied
+        maps.q = encode(driver, call.q, call, 1);
+        maps.k = encode(driver, call.k, call, 1);
+        maps.v = encode(driver, call.v, call, kPanels);
+        maps.g = encode(driver, call.g, call, kPanels);
+        maps.o = encode(driver, call.out, call, kPanels);
+    }
+    void* arguments[] = {&params, &maps};
+    driver.check(driver.launch(kernel.function, static_cast<unsigned>(blocks), 1, 1, portable::kThreads, 1, 1, portable::kDynamicSharedBytes,
+                               reinterpret_cast<CUstream>(stream), arguments, nullptr),
+                 "launching the kernel");
+}
+
+}  // namespace flash_kda

@@ -1,0 +1,25 @@
+// Plans and launches one forward call. Knows pointers, shapes and strides; the caller has checked them.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/params.h"
+
+namespace flash_kda {
+
+struct StridedTensor {
+    std::uintptr_t data;   // device pointer
+    TokenStrides strides;  // elements
+};
+
+struct ForwardCall {
+    StridedTensor q, k, v, g, beta, out;
+    int B;
+    // The parameters as the kernel takes them; beta, out and their strides are filled in by the launch.
+    ForwardParams params;
+};
+
+// Launches on `stream` of device `device` and returns at once. Throws std::runtime_error with the driver's error.
+void launch_forward(int device, std::uintptr_t stream, ForwardCall call);
+
+}  // namespace flash_kda

@@ -1,0 +1,202 @@
+// Prepare: one warp turns the raw 16-token tiles of a slot into the operands of the state step, in place.
+//
+//   k^, q^ = k, q / |.|            G_t = sum_{s<=t} log2-decay       A_t = 2^G_t
+//   K~ = k^ A     Q~ = scale q^ A     K^ = k^ / A     K- = K^ A_C
+//   M = strict_lower(K~ K^^T)      scores = lower(Q~ K^^T)           T = (I + diag(beta) M)^-1 diag(beta)
+//
+// A lane holds everything in the layout of an mma A fragment: with g = lane/4 and c = lane%4, rows (tokens) g and g+8, and of each
+// 16-channel block the columns 2c, 2c+1, 8+2c, 9+2c. K~ and Q~ are A fragments and the same registers of K^ are B fragments
+// (columns are tokens), so M and the scores never leave registers. The cumulative sum is a product with a triangle of ones, whose result
+// has the same layout. T comes from fp32 forward substitution: near-equal keys make any truncated series for the inverse blow up.
+#pragma once
+
+#include "kernels/common/ptx.cuh"
+#include "kernels/common/slot.h"
+
+namespace flash_kda {
+
+// Per-head constants of the gate, log2-decay = bound / (1 + 2^(slope*g + bias)); bias[ch] is slope*dt_bias[ch] in shared memory.
+struct GateConstants {
+    float slope;
+    float bound;
+};
+
+__device__ __forceinline__ GateConstants gate_constants(const ForwardParams& p, int head) {
+    constexpr float kLog2E = 1.44269504088896340736f;
+    // exp(A_log) beyond 1e30 cannot change a sigmoid but could turn 0 * inf into NaN.
+    float a = fminf(expf(p.A_log[head]), 1e30f);
+    return {-a * kLog2E, p.lower_bound * kLog2E};
+}
+
+__device__ __forceinline__ float gate_bias(const GateConstants& gate, float dt_bias) {
+    // Finite, so that slope*g + bias is never inf - inf.
+    return fminf(fmaxf(gate.slope * dt_bias, -1e38f), 1e38f);
+}
+
+// Address of this lane's row of four 8x8 matrices that cover 16 rows x 16 columns: (rows 0-7, columns 0-7), (rows 8-15, columns 0-7),
+// (rows 0-7, columns 8-15), (rows 8-15, columns 8-15). For 16-channel block i xor with (i%4)*32, then go to panel i/4.
+__device__ __forceinline__ uint32_t fragment_offset(int lane) {
+    uint32_t row = (lane & 7) + ((lane >> 3) & 1) * 8;
+    return row * 128 + (((lane >> 4) ^ (row & 7)) << 4);
+}
+
+__device__ __forceinline__ uint32_t block_address(uint32_t panel0, uint32_t fragment, int block, int panel_stride) {
+    return panel0 + (fragment ^ ((block & 3) << 5)) + (block >> 2) * panel_stride;
+}
+
+// Sum of squares of each row of a fragment set, for rows g and g+8 of this lane: the diagonal of x x^T.
+__device__ __forceinline__ void row_norms(const uint32_t (&x)[8][4], int lane, float& low, float& high) {
+    float upper[4] = {}, lower[4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        mma(upper, x[i], x[i][0], x[i][2]);
+        mma(lower, x[i], x[i][1], x[i][3]);
+    }
+    const int g = lane >> 2;
+    const int holder = (lane & 28) + (g >> 1);  // row g's diagonal lies in column 2*(g/2) + g%2
+    low = __shfl_sync(~0u, (g & 1) ? upper[1] : upper[0], holder);
+    high = __shfl_sync(~0u, (g & 1) ? lower[3] : lower[2], holder);
+}
+
+// Zeros the rows past the sequence's end, whose raw content belongs to a neighbour or to nobody.
+__device__ __forceinline__ void clear_tail_rows(uint32_t slot, int valid, int lane) {
+    const int tile = lane >> 3, part = lane & 7;  // four tiles x eight 32-byte parts
+    const uint32_t base = tile == 0 ? slot::kKey : tile == 1 ? slot::kQuery : tile == 2 ? slot::kGate : slot::kValue;
+    const uint32_t stride = tile < 2 ? slot::kKeyQueryPanelStride : slot::kPanelStride;
+    for (int row = valid; row < kChunkTokens; ++row) {
+        uint32_t address = slot + base + (part >> 2) * stride + row * 128 + (part & 3) * 32;
+        store_float4(address, 0.f, 0.f, 0.f, 0.f);
+        store_float4(address + 16, 0.f, 0.f, 0.f, 0.f);
+    }
+    __syncwarp();
+}
+
+// `beta` is lane t's sigmoid(logit) for t < valid, else 0. `scratch`: 16 rows of kStride floats.
+template <int kStride>
+__device__ __forceinline__ void prepare_chunk(uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate, float scale, float beta, int valid,
+                                              int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    const uint32_t fragment = fragment_offset(lane);
+
+    if (valid < kChunkTokens) clear_tail_rows(slot, valid, lane);
+
+    uint32_t k[8][4], q[8][4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        load_matrices(k[i], block_address(slot + slot::kKey, fragment, i, slot::kKeyQueryPanelStride));
+        load_matrices(q[i], block_address(slot + slot::kQuery, fragment, i, slot::kKeyQueryPanelStride));
+    }
+    float k_norm[2], q_norm[2];  // rows g, g+8
+    row_norms(k, lane, k_norm[0], k_norm[1]);
+    row_norms(q, lane, q_norm[0], q_norm[1]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        k_norm[r] = rsqrt_approx(k_norm[r] + 1e-6f);
+        q_norm[r] = rsqrt_approx(q_norm[r] + 1e-6f) * scale;
+    }
+
+    // Triangle of ones, tokens as columns. Its columns are permuted (k = c is token 2c, k = c+4 is token 2c+1) to match the transposed
+    // loads of g, which give token pairs. Columns past the end are zero: decay 1 there.
+    uint32_t ones[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            int token = 8 * h + 2 * c + (r >> 1), row = g + 8 * (r & 1);
+            ones[h][r] = token <= row && token < valid ? 0x3f800000u : 0u;
+        }
+    }
+
+    float m[2][4] = {}, scores[2][4] = {};  // columns (tokens) 0-7, 8-15
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        // Gate, lane = channel: registers 0, 1 are channel g, tokens 2c.. and 8+2c..; 2, 3 are channel 8+g.
+        uint32_t raw[4];
+        load_matrices_transposed(raw, block_address(slot + slot::kGate, fragment, i, slot::kPanelStride));
+        float cumulative[2][4] = {};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float b = load_float(bias + (16 * i + 8 * n + g) * 4);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const uint32_t pair = raw[2 * n + h];
+                float x0 = gate.bound * reciprocal_approx(1.f + exp2_approx(fmaf(bf16_low(pair), gate.slope, b)));
+                float x1 = gate.bound * reciprocal_approx(1.f + exp2_approx(fmaf(bf16_high(pair), gate.slope, b)));
+                mma_tf32(cumulative[n], ones[h], round_tf32(x0), round_tf32(x1));
+            }
+        }
+
+        float a[2][4];
+        uint32_t k_decayed[4], q_decayed[4], k_inverse[4], k_minus[4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) a[n][e] = exp2_approx(cumulative[n][e]);
+            const float a_end[2] = {__shfl_sync(~0u, a[n][2], 28 + c), __shfl_sync(~0u, a[n][3], 28 + c)};
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {  // rows g, g+8
+                const int f = 2 * n + r;
+                float kx[2] = {bf16_low(k[i][f]) * k_norm[r], bf16_high(k[i][f]) * k_norm[r]};
+                float qx[2] = {bf16_low(q[i][f]) * q_norm[r], bf16_high(q[i][f]) * q_norm[r]};
+                float inverse[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) inverse[e] = kx[e] * exp2_approx(-cumulative[n][2 * r + e]);
+                k_decayed[f] = pack_bf16(kx[0] * a[n][2 * r], kx[1] * a[n][2 * r + 1]);
+                q_decayed[f] = pack_bf16(qx[0] * a[n][2 * r], qx[1] * a[n][2 * r + 1]);
+                k_inverse[f] = pack_bf16(inverse[0], inverse[1]);
+                k_minus[f] = pack_bf16(inverse[0] * a_end[0], inverse[1] * a_end[1]);
+            }
+        }
+        if (g == 7) store_float4(slot + slot::kDecay + i * 64 + c * 16, a[0][2], a[0][3], a[1][2], a[1][3]);
+
+        mma(m[0], k_decayed, k_inverse[0], k_inverse[2]);
+        mma(m[1], k_decayed, k_inverse[1], k_inverse[3]);
+        mma(scores[0], q_decayed, k_inverse[0], k_inverse[2]);
+        mma(scores[1], q_decayed, k_inverse[1], k_inverse[3]);
+        store_matrices(block_address(slot + slot::kKey, fragment, i, slot::kKeyQueryPanelStride), k_decayed);
+        store_matrices(block_address(slot + slot::kQuery, fragment, i, slot::kKeyQueryPanelStride), q_decayed);
+        store_matrices(block_address(slot + slot::kKeyMinus, fragment, i, slot::kPanelStride), k_minus);
+    }
+
+    // Scores: lower triangle with the diagonal. Above it 1/A may have overflowed: select, do not multiply.
+    {
+        const uint32_t at = slot + slot::kScores + lane * 4;
+        const int s = 2 * c;
+        store_u32(at, pack_bf16(s <= g ? scores[0][0] : 0.f, s + 1 <= g ? scores[0][1] : 0.f));
+        store_u32(at + 128, 0u);
+        store_u32(at + 256, pack_bf16(scores[0][2], scores[0][3]));
+        store_u32(at + 384, pack_bf16(s <= g ? scores[1][2] : 0.f, s + 1 <= g ? scores[1][3] : 0.f));
+    }
+
+    // T. Lane j solves (I + diag(beta) M) x = e_j; lanes 16-31 repeat lanes 0-15 and store the low halves.
+    const float beta_low = __shfl_sync(~0u, beta, g), beta_high = __shfl_sync(~0u, beta, g + 8);
+    store_float2(scratch + (g * kStride + 2 * c) * 4, m[0][0] * beta_low, m[0][1] * beta_low);
+    store_float2(scratch + ((g + 8) * kStride + 2 * c) * 4, m[0][2] * beta_high, m[0][3] * beta_high);
+    store_float2(scratch + ((g + 8) * kStride + 8 + 2 * c) * 4, m[1][2] * beta_high, m[1][3] * beta_high);
+    __syncwarp();
+    const int column = lane & 15;
+    float x[kChunkTokens];
+#pragma unroll
+    for (int r = 0; r < kChunkTokens; ++r) {
+        float even = r == column ? 1.f : 0.f, odd = 0.f;
+#pragma unroll
+        for (int k4 = 0; 4 * k4 < r; ++k4) {
+            const float4 row = load_float4(scratch + (r * kStride + 4 * k4) * 4);
+            even = fmaf(-row.x, x[4 * k4], even);
+            if (4 * k4 + 1 < r) odd = fmaf(-row.y, x[4 * k4 + 1], odd);
+            if (4 * k4 + 2 < r) even = fmaf(-row.z, x[4 * k4 + 2], even);
+            if (4 * k4 + 3 < r) odd = fmaf(-row.w, x[4 * k4 + 3], odd);
+        }
+        x[r] = even + odd;
+    }
+    const float beta_column = __shfl_sync(~0u, beta, column);
+    const uint32_t at = slot + (lane < 16 ? slot::kTransformHigh : slot::kTransformLow) + (column >> 3) * 128 + (column & 7) * 2;
+#pragma unroll
+    for (int r = 0; r < kChunkTokens; ++r) {
+        const float t = x[r] * beta_column;
+        const uint32_t high = pack_bf16(t, 0.f);
+        store_u16(at + (r >> 3) * 256 + (r & 7) * 16, lane < 16 ? high : pack_bf16(t - bf16_low(high), 0.f));
+    }
+}
+
+}  // namespace flash_kda
