@@ -1,0 +1,167 @@
+"""The host module: C++ of csrc/host and csrc/bindings.cpp, compiled and linked for one Python with the pinned compiler."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from tools import ROOT, settings
+from tools.errors import BuildError, explain
+from tools.ptxas import last_error
+from tools.toolchain import Toolchain
+
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-g0",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-Wall",
+)
+
+
+@dataclass(frozen=True)
+class Python:
+    """What the compiler must know of the Python that will import the module."""
+
+    executable: str
+    version: str
+    include: str
+    suffix: str
+    machine: str
+
+    @property
+    def module_name(self) -> str:
+        return f"_native{self.suffix}"
+
+
+def describe_python(executable: str = sys.executable) -> Python:
+    """Ask a Python for its headers and module suffix. Raises BuildError if it has no headers."""
+    script = (
+        "import json, platform, sysconfig as s; print(json.dumps([platform.python_version(), "
+        "s.get_path('include'), s.get_config_var('EXT_SUFFIX'), platform.machine(), platform.system()]))"
+    )
+    with explain(f"cannot run {executable}"):
+        result = subprocess.run([executable, "-c", script], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise BuildError(f"{executable} does not work as a Python: {last_error(result.stderr)}")
+    version, include, suffix, machine, system = json.loads(result.stdout)
+    if system != "Linux" or machine not in ("x86_64", "aarch64"):
+        raise BuildError(f"flash_kda is built on Linux x86_64 and aarch64, not on {system} {machine}")
+    if not Path(include, "Python.h").is_file():
+        raise BuildError(f"{executable} (Python {version}) has no Python.h in {include}; install its development headers (python3-dev)")
+    return Python(executable, version, include, suffix, machine)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How to call the host compiler."""
+
+    command: tuple[str, ...]
+    name: str  # for the build record
+    pinned: bool
+    environment: dict[str, str]
+
+
+def compiler(python: Python, toolchain: Toolchain) -> Compiler:
+    """The pinned compiler, or the one that FLASH_KDA_CXX names."""
+    given = settings.text(settings.CXX)
+    environment = {name: value for name, value in os.environ.items() if name not in _STEERING}
+    if given:
+        command = tuple(shlex.split(given))
+        if not command or not shutil.which(command[0]):
+            raise BuildError(f"{settings.CXX}={given}: no such compiler; unset it to use the pinned one")
+        return Compiler(command, Path(command[0]).name, False, environment)
+    target = f"{python.machine}-linux-gnu.{settings.glibc()}"
+    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
+        environment[name] = str(toolchain.scratch / "zig")
+    # Clang warns about flags that zig adds for its own headers; -Wall stays on for our code.
+    return Compiler(
+        (str(toolchain.zig), "c++", "-target", target, "-Wno-unused-command-line-argument"),
+        f"zig {toolchain.versions['ziglang']} {target}",
+        True,
+        environment,
+    )
+
+
+# Variables that make a compiler look elsewhere or write something else.
+_STEERING = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPPFLAGS")
+
+
+def module_sources() -> list[Path]:
+    """Our C++ files, in an order that does not depend on the file system."""
+    files = [*sorted((ROOT / "csrc" / "host").glob("*.cpp")), ROOT / "csrc" / "bindings.cpp"]
+    if not files[-1].is_file():
+        raise BuildError("csrc/bindings.cpp is missing")
+    return files
+
+
+def build_module(python: Python, cxx: Compiler, toolchain: Toolchain, embedded: Path, output: Path) -> None:
+    """Compile and link `output` from our sources and `embedded` (embedded_cubins.cpp, beside its cubins)."""
+    folder = embedded.parent
+    includes = ["-I", str(ROOT / "csrc")]
+    for path in (toolchain.pybind11_include, python.include, toolchain.cuda_include):
+        includes += ["-isystem", str(path)]
+    # The value that __FILE__ and friends take must not depend on where the build is.
+    maps = [f"-ffile-prefix-map={ROOT}=.", f"-ffile-prefix-map={folder}=.", f"-ffile-prefix-map={toolchain.scratch.parent}=."]
+    sources = [*module_sources(), embedded]
+
+    def compile_one(source: Path) -> Path:
+        target = folder / (source.stem + ".o") if source.parent != ROOT / "csrc" / "host" else folder / f"host_{source.stem}.o"
+        run([*cxx.command, *FLAGS, *maps, *includes, "-c", str(source), "-o", str(target)], cxx, folder, source.name)
+        return target
+
+    with ThreadPoolExecutor(max(1, min(len(sources), os.cpu_count() or 1))) as pool:
+        objects = list(pool.map(compile_one, sources))
+    part = output.with_name(f".part-{os.getpid()}-{output.name}")
+    link = [*cxx.command, "-shared", "-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", "-Wl,-z,relro,-z,now"]
+    with explain(f"cannot write {output}"):
+        try:
+            run([*link, *(str(path) for path in objects), "-o", str(part), "-ldl"], cxx, folder, output.name)
+            part.chmod(0o755)
+            part.replace(output)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def run(command: list[str], cxx: Compiler, folder: Path, what: str) -> None:
+    """Run the compiler in `folder`; its warnings go through, an error ends the build with its first line."""
+    with explain(f"cannot start the host compiler {command[0]}"):
+        result = subprocess.run(command, cwd=folder, env=cxx.environment, capture_output=True, text=True, errors="replace", check=False)
+    if result.stderr:
+        sys.stderr.write(result.stderr)
+    if result.returncode != 0:
+        raise BuildError(f"the host compiler failed at {what}: {last_error(result.stderr + result.stdout)}")
+
+
+def needed_libraries(module: Path, readelf: Optional[Any] = None) -> list[str]:
+    """DT_NEEDED entries of an ELF file, read here so that no binutils are needed."""
+    return dynamic_strings(module.read_bytes(), 1)
+
+
+def dynamic_strings(data: bytes, tag: int) -> list[str]:
+    """Strings of all dynamic entries with `tag` (1 NEEDED, 15 RPATH, 29 RUNPATH) of a 64-bit little-endian ELF file."""
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise BuildError("not a 64-bit little-endian ELF file")
+
+    def number(offset: int, size: int) -> int:
+        return int.from_bytes(data[offset : offset + size], "little")
+
+    start, entry_size, count = number(32, 8), number(54, 2), number(56, 2)
+    segments = [start + index * entry_size for index in range(count)]
+    loads = [(number(s + 16, 8), number(s + 8, 8), number(s + 32, 8)) for s in segments if number(s, 4) == 1]
+    entries: list[tuple[int, int]] = []
+    for segment in segments:
+        if number(segment, 4) == 2:  # PT_DYNAMIC
+            offset, size = number(segment + 8, 8), number(segment + 32, 8)
+            entries = [(number(at, 8), number(at + 8, 8)) for at in range(offset, offset + size, 16)]
+    table = dict(entries).get(5, 0)  # DT_STRTAB, an address
+    base = next((offset + table - address for address, offset, size in loads if address <= table < address + size), 0)
+    return [data[base + value : data.index(b"\0", base + value)].decode() for key, value in entries if key == tag]
