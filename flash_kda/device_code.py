@@ -1,0 +1,139 @@
+"""Which machine code this installation carries, for which chips, and which of it a device would run.
+
+Needs neither torch nor a driver: without a driver there are simply no devices.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+__all__ = ["Choice", "Cubin", "Gpu", "build_record", "choose", "embedded", "gpus", "is_available", "native", "serves"]
+
+
+class Cubin(NamedTuple):
+    """One embedded binary: a kernel source (``unit``) compiled for one architecture (``arch``, such as "90a")."""
+
+    unit: str
+    arch: str
+    sha256: str
+    size: int  # bytes
+
+
+class Gpu(NamedTuple):
+    """A device as the driver describes it; ``ordinal`` counts as CUDA and torch do (after CUDA_VISIBLE_DEVICES)."""
+
+    ordinal: int
+    name: str
+    major: int
+    minor: int
+    sm_count: int
+    total_memory: int  # bytes
+
+    @property
+    def capability(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+class Choice(NamedTuple):
+    """What a device would run: ``cubin``, or None and the ``reason`` why nothing fits."""
+
+    cubin: Cubin | None
+    reason: str
+
+
+_module: ModuleType | None = None
+
+
+def native() -> ModuleType:
+    """The compiled module.
+
+    Raises:
+        RuntimeError: if it is missing or does not load, with the reason and the cure.
+    """
+    global _module
+    if _module is None:
+        try:
+            from flash_kda import _native
+        except ImportError as error:
+            raise RuntimeError(_why_no_module(error)) from error
+        _module = _native
+    return _module
+
+
+def _why_no_module(error: ImportError) -> str:
+    here = Path(__file__).resolve().parent
+    if isinstance(error, ModuleNotFoundError) or "cannot import name" in str(error):
+        others = sorted(path.name for path in here.glob("_native*.so"))
+        if others:
+            return (
+                f"flash_kda's compiled module does not fit this Python: found {', '.join(others)} in {here}. "
+                "Install the wheel for this Python version, or build again."
+            )
+        return (
+            f"flash_kda's compiled module is missing from {here}: this is a source tree that was not built. "
+            "Install the wheel, or build in place with `python3 -m tools module`."
+        )
+    return f"flash_kda's compiled module is there but does not load: {error}"
+
+
+def embedded() -> list[Cubin]:
+    """The cubins in this installation. Raises RuntimeError without the compiled module."""
+    return [Cubin(**entry) for entry in native().embedded()]
+
+
+def build_record() -> dict[str, Any]:
+    """What the module was built from and with: version, toolchain, and each cubin's digest and resources.
+
+    Raises RuntimeError without the compiled module.
+    """
+    record: dict[str, Any] = json.loads(native().build_record())
+    return record
+
+
+def gpus() -> list[Gpu]:
+    """The devices that the driver shows; none without a driver. Raises RuntimeError without the compiled module."""
+    module = native()
+    found = []
+    for ordinal in range(module.device_count()):
+        info = module.device_info(ordinal)
+        found.append(Gpu(ordinal, info["name"], info["major"], info["minor"], info["sm_count"], info["total_memory"]))
+    return found
+
+
+def choose(device: int = 0) -> Choice:
+    """The cubin that GPU ``device`` would run, or why there is none. Never raises."""
+    try:
+        module = native()
+    except RuntimeError as error:
+        return Choice(None, str(error))
+    driver = module.driver()
+    if not driver["loaded"]:
+        return Choice(None, f"no CUDA driver: {driver['reason']}")
+    count = module.device_count()
+    if not 0 <= device < count:
+        return Choice(None, f"no device {device}: the driver shows {count}")
+    try:
+        chosen = module.select(device)
+    except RuntimeError as error:
+        return Choice(None, str(error))
+    for cubin in embedded():
+        if cubin.sha256 == chosen["sha256"] and cubin.unit == chosen["unit"] and cubin.arch == chosen["arch"]:
+            return Choice(cubin, "the most specific code for this device")
+    return Choice(None, f"the compiled module chose {chosen['unit']} {chosen['arch']}, which it does not list")
+
+
+def is_available(device: int = 0) -> bool:
+    """Whether ``flash_kda.fwd`` has a GPU kernel for GPU ``device``; ``choose(device).reason`` says why not."""
+    return choose(device).cubin is not None
+
+
+def serves(arch: str) -> str:
+    """The compute capabilities that code for ``arch`` runs on, in words: "9.0" for "90a", "12.0 and later 12.x" for "120f"."""
+    number, suffix = arch[:-1], arch[-1]
+    major, minor = number[:-1], number[-1]
+    if suffix == "f":
+        return f"{major}.{minor} and later {major}.x"
+    return f"{major}.{minor}"

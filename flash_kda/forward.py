@@ -1,0 +1,160 @@
+"""``fwd``: the call, from arguments to launch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from flash_kda import device_code, reference
+from flash_kda.checks import check
+
+__all__ = ["fwd", "get_workspace_size"]
+
+_warned_cpu = False
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Forward of Kimi Delta Attention over whole sequences. Results are written in place into ``out`` and ``final_state``.
+
+    What is computed, per head and token, is written at the top of ``flash_kda.reference``. On a GPU the call launches on the
+    tensors' device, on torch's current stream there, and returns at once: it never waits for the GPU, allocates nothing but an
+    ``out`` that was not given, and can be captured in a CUDA graph. On CPU tensors it runs the reference (slow; warns once).
+
+    Args:
+        q, k: bf16 ``[B, T, H, 128]``, raw; L2-normalised inside.
+        v: bf16 ``[B, T, H, 128]``.
+        g: bf16 ``[B, T, H, 128]``, raw gate; the log-decay is ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        beta: bf16 ``[B, T, H]``, logits; the sigmoid is applied inside. Any strides.
+        scale: factor on the output, usually ``128 ** -0.5``.
+        out: bf16 ``[B, T, H, 128]`` to write into, or None to allocate. Rows that belong to no sequence stay untouched (so in
+            an ``out`` that was allocated here they hold nothing meaningful).
+        A_log: fp32 ``[H]``, contiguous.
+        dt_bias: fp32 ``[H, 128]`` or ``[H * 128]``, contiguous.
+        lower_bound: log-decay per token of a fully open gate, in [-5, 0).
+        initial_state: fp32 or bf16 ``[N, H, V, K]``, contiguous; None means zero.
+        final_state: fp32 or bf16 ``[N, H, V, K]``, contiguous, to write the final states into; None: they are not returned.
+            Its dtype need not be that of ``initial_state``. May be the very same tensor as ``initial_state``.
+        cu_seqlens: int32 or int64 ``[N + 1]``, contiguous, on the same device: offsets of N sequences laid end to end, any of
+            which may be empty; needs ``B == 1``. None: N = B sequences of length T. Values are not read on the host: offsets are
+            clamped into [0, T], and a sequence that ends before it begins counts as empty.
+
+        q, k, v, g and out may be slices of larger tensors: the last dimension is dense, the other strides are multiples of 8
+        elements, the address is a multiple of 16 bytes. They are read in place. Neither ``out`` nor ``final_state`` may
+        overlap an input, except as said.
+
+    Returns:
+        ``(out, final_state)``: the tensors written; ``final_state`` is None if none was given.
+
+    Raises:
+        TypeError: an argument is not a tensor or not a number, or has a dtype that is not listed.
+        ValueError: a shape, layout, device or range is not as listed, or memory overlaps.
+        RuntimeError: a gradient would be needed, or there is no kernel for this device (the message says why).
+            Whatever is raised, nothing was launched and nothing written.
+    """
+    call = check(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
+
+    if not q.is_cuda:
+        return _on_cpu(
+            q, k, v, g, beta, call.scale, out, A_log, dt_bias, call.lower_bound, initial_state, final_state, cu_seqlens
+        )
+
+    launch = _native_forward or _load_native()
+    out_at = call.out
+    if out is None:
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        out_at = out.data_ptr()
+    if call.H == 0:  # a grid of no blocks cannot be launched
+        return out, final_state
+    device = q.get_device()
+    launch(
+        device, _current_stream(device),
+        call.q, call.k, call.v, call.g, call.beta, out_at,
+        call.q_strides, call.k_strides, call.v_strides, call.g_strides, call.beta_strides, call.out_strides,
+        call.B, call.T, call.H, call.N,
+        call.A_log, call.dt_bias, call.initial_state, call.initial_is_fp32, call.final_state, call.final_is_fp32,
+        call.cu_seqlens, call.cu_is_int64, call.scale, call.lower_bound,
+    )  # fmt: skip
+    return out, final_state
+
+
+def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
+    """Bytes of scratch memory that a call over ``T_total`` tokens, ``H`` heads and ``N`` sequences needs: 0.
+
+    The kernel keeps all it needs on the chip. The function is here for callers that size their buffers with it.
+
+    Raises:
+        ValueError: for a negative count.
+    """
+    if T_total < 0 or H < 0 or N < 0:
+        raise ValueError(f"get_workspace_size: expected counts of at least 0, got T_total={T_total}, H={H}, N={N}")
+    return 0
+
+
+# Bound at the first call: looking the module up costs more than the checks of an argument.
+_native_forward: Callable[..., None] | None = None
+
+
+def _load_native() -> Callable[..., None]:
+    global _native_forward
+    forward: Callable[..., None] = device_code.native().forward
+    _native_forward = forward
+    return forward
+
+
+def _stream_lookup() -> Callable[[int], int]:
+    # torch.cuda.current_stream() builds an object and costs 8 us; this private call gives the bare handle in 0.2 us.
+    fast: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if fast is not None:
+        return fast
+    return lambda device: int(torch.cuda.current_stream(device).cuda_stream)
+
+
+_current_stream = _stream_lookup()
+
+
+def _on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    if q.device.type != "cpu":
+        raise ValueError(f"q: expected a CUDA or CPU tensor, got one on {q.device}")
+    global _warned_cpu
+    if not _warned_cpu:
+        _warned_cpu = True
+        warnings.warn(
+            "flash_kda.fwd was called with CPU tensors: it runs the plain-torch reference, which is right but slow. "
+            "This is said once.",
+            stacklevel=3,
+        )
+    if out is None:
+        out = torch.empty(q.shape, dtype=torch.bfloat16)
+    reference.write_chunked(out, final_state, q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+    return out, final_state
