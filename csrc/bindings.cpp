@@ -43,6 +43,12 @@ py::dict device(int index) {
                     "total_memory"_a = info.total_memory, "shared_memory_per_block_optin"_a = info.shared_memory_per_block_optin);
 }
 
+py::dict select(int index) {
+    py::dict choice = describe(select_cubin(index));
+    choice["kernel"] = select_kernel(device_info(index)).name;
+    return choice;
+}
+
 void forward(int device, std::uintptr_t stream, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t g, std::uintptr_t beta,
              std::uintptr_t out, const Strides& q_strides, const Strides& k_strides, const Strides& v_strides, const Strides& g_strides,
              const Strides& beta_strides, const Strides& out_strides, int B, int T, int H, int N, std::uintptr_t A_log, std::uintptr_t dt_bias,
@@ -83,8 +89,8 @@ PYBIND11_MODULE(_native, m) {
     m.def("driver", &driver, "dict loaded, version, reason. Never raises.");
     m.def("device_count", &device_count, "Visible CUDA devices; 0 without a working driver.");
     m.def("device_info", &device, "index"_a);
-    m.def("select", [](int index) { return describe(select_cubin(index)); }, "index"_a,
-          "The cubin that this device uses: dict unit, arch, sha256, size. RuntimeError with the reason if none fits.");
+    m.def("select", &select, "index"_a,
+          "What this device uses: dict unit, arch, sha256, size of the cubin, and kernel, its entry's name. RuntimeError with the reason if none fits.");
     m.def("forward", &forward, "device"_a, "stream"_a, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "out"_a, "q_strides"_a, "k_strides"_a, "v_strides"_a,
           "g_strides"_a, "beta_strides"_a, "out_strides"_a, "B"_a, "T"_a, "H"_a, "N"_a, "A_log"_a, "dt_bias"_a, "initial_state"_a,
           "initial_is_fp32"_a, "final_state"_a, "final_is_fp32"_a, "cu_seqlens"_a, "cu_is_int64"_a, "scale"_a, "lower_bound"_a,

@@ -1,5 +1,7 @@
 #include "host/device.h"
 
+#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -40,20 +42,27 @@ class RelaxedCapture {
     CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
+// Best first.
+constexpr KernelShape kKernels[] = {
+    {"portable-wide", portable::kWideEntry, portable::Wide::kThreads, portable::Wide::kDynamicSharedBytes},
+    {"portable-narrow", portable::kNarrowEntry, portable::Narrow::kThreads, portable::Narrow::kDynamicSharedBytes},
+};
+
 LoadedKernel load_kernel(int index) {
     const Driver& driver = Driver::require();
     const EmbeddedCubin& cubin = select_cubin(index);
     LoadedKernel kernel;
+    kernel.shape = select_kernel(device_info(index));
     RelaxedCapture relaxed(driver);
     driver.check(driver.context_retain(&kernel.context, device_handle(driver, index)), "retaining the device's primary context");
     ContextScope scope(kernel.context);
     CUmodule module;
     driver.check(driver.module_load(&module, cubin.begin), "loading the embedded kernel");
-    const CUresult found = driver.module_function(&kernel.function, module, portable::kEntryPoint);
+    const CUresult found = driver.module_function(&kernel.function, module, kernel.shape.entry);
     const CUresult sized =
         found != CUDA_SUCCESS
             ? found
-            : driver.function_attribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, portable::kDynamicSharedBytes);
+            : driver.function_attribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shape.shared_bytes);
     if (sized != CUDA_SUCCESS) driver.module_unload(module);
     driver.check(found, "finding the kernel's entry point");
     driver.check(sized, "raising the kernel's shared-memory limit");
@@ -100,6 +109,22 @@ const EmbeddedCubin& select_cubin(int index) {
     throw std::runtime_error("flash_kda: no kernel for " + info.name + " (compute capability " + std::to_string(info.major) + "." +
                              std::to_string(info.minor) + "); this build holds " + (embedded.empty() ? "none" : embedded) +
                              ". Rebuild with FLASH_KDA_CUDA_ARCHS set for this GPU, if it is one of the supported ones");
+}
+
+const KernelShape& select_kernel(const DeviceInfo& info) {
+    const char* forced = std::getenv("FLASH_KDA_KERNEL");
+    const bool automatic = forced == nullptr || *forced == 0 || std::strcmp(forced, "auto") == 0;
+    std::string known = "auto";
+    for (const KernelShape& kernel : kKernels) {
+        known += std::string(", ") + kernel.name;
+        if (!automatic && std::strcmp(forced, kernel.name) != 0) continue;
+        if (info.shared_memory_per_block_optin >= kernel.shared_bytes) return kernel;
+        if (automatic) continue;
+        throw std::runtime_error(std::string("flash_kda: FLASH_KDA_KERNEL=") + forced + " needs " + std::to_string(kernel.shared_bytes) +
+                                 " bytes of shared memory a block, " + info.name + " has " + std::to_string(info.shared_memory_per_block_optin));
+    }
+    if (automatic) throw std::runtime_error("flash_kda: " + info.name + " has too little shared memory a block for any kernel");
+    throw std::runtime_error(std::string("flash_kda: FLASH_KDA_KERNEL=") + forced + " is unknown; expected one of " + known);
 }
 
 const LoadedKernel& loaded_kernel(int index) {

@@ -2,7 +2,6 @@
 
 #include "host/device.h"
 #include "host/driver.h"
-#include "kernels/portable/config.h"
 
 namespace flash_kda {
 namespace {
@@ -58,7 +57,7 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
         maps.o = encode(driver, call.out, call, kPanels);
     }
     void* arguments[] = {&params, &maps};
-    driver.check(driver.launch(kernel.function, static_cast<unsigned>(blocks), 1, 1, portable::kThreads, 1, 1, portable::kDynamicSharedBytes,
+    driver.check(driver.launch(kernel.function, static_cast<unsigned>(blocks), 1, 1, kernel.shape.threads, 1, 1, kernel.shape.shared_bytes,
                                reinterpret_cast<CUstream>(stream), arguments, nullptr),
                  "launching the kernel");
 }

@@ -15,17 +15,20 @@
 
 namespace flash_kda {
 
-// Per-head constants of the gate, log2-decay = bound / (1 + 2^(slope*g + bias)); bias[ch] is slope*dt_bias[ch] in shared memory.
+// Per-head constants of the gate, log2-decay = 1 / (inverse_bound * (1 + 2^(slope*g + bias))); bias[ch] is slope*dt_bias[ch], in shared memory.
 struct GateConstants {
     float slope;
-    float bound;
+    float inverse_bound;
 };
 
 __device__ __forceinline__ GateConstants gate_constants(const ForwardParams& p, int head) {
     constexpr float kLog2E = 1.44269504088896340736f;
     // exp(A_log) beyond 1e30 cannot change a sigmoid but could turn 0 * inf into NaN.
     float a = fminf(expf(p.A_log[head]), 1e30f);
-    return {-a * kLog2E, p.lower_bound * kLog2E};
+    // A bound nearer to zero decays nothing in fp32, and its inverse could turn inf * 0 into NaN. The tensor cores cut the log-decays to tf32:
+    // 0.72 * 2^-11 is what they lose on average.
+    const float bound = fminf(p.lower_bound, -1e-30f) * (kLog2E * (1.f + 0.7213f / 2048.f));
+    return {-a * kLog2E, 1.f / bound};
 }
 
 __device__ __forceinline__ float gate_bias(const GateConstants& gate, float dt_bias) {
@@ -33,29 +36,47 @@ __device__ __forceinline__ float gate_bias(const GateConstants& gate, float dt_b
     return fminf(fmaxf(gate.slope * dt_bias, -1e38f), 1e38f);
 }
 
-// Address of this lane's row of four 8x8 matrices that cover 16 rows x 16 columns: (rows 0-7, columns 0-7), (rows 8-15, columns 0-7),
-// (rows 0-7, columns 8-15), (rows 8-15, columns 8-15). For 16-channel block i xor with (i%4)*32, then go to panel i/4.
+// This lane's row of the four 8x8 matrices that cover 16 rows x 16 columns of a swizzled panel, in the order (rows 0-7, columns 0-7),
+// (rows 8-15, columns 0-7), (rows 0-7, columns 8-15), (rows 8-15, columns 8-15).
 __device__ __forceinline__ uint32_t fragment_offset(int lane) {
-    uint32_t row = (lane & 7) + ((lane >> 3) & 1) * 8;
+    const uint32_t row = (lane & 7) + ((lane >> 3) & 1) * 8;
     return row * 128 + (((lane >> 4) ^ (row & 7)) << 4);
 }
 
-__device__ __forceinline__ uint32_t block_address(uint32_t panel0, uint32_t fragment, int block, int panel_stride) {
-    return panel0 + (fragment ^ ((block & 3) << 5)) + (block >> 2) * panel_stride;
-}
+// The same for each of a panel's four 16-channel blocks, within one slot. A tile and its panels are constant distances from there, which
+// the instruction takes as an immediate; the compiler must not fold the distances back into the offsets, or it runs out of registers.
+struct BlockAddresses {
+    uint32_t block[4];
 
-// Sum of squares of each row of a fragment set, for rows g and g+8 of this lane: the diagonal of x x^T.
-__device__ __forceinline__ void row_norms(const uint32_t (&x)[8][4], int lane, float& low, float& high) {
+    __device__ __forceinline__ BlockAddresses(uint32_t slot, uint32_t fragment) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            block[i] = slot + (fragment ^ (i << 5));
+            asm("" : "+r"(block[i]));
+        }
+    }
+    // Block i of 8, in the tile at `tile` of the slot.
+    __device__ __forceinline__ uint32_t at(int i, int tile, int panel_stride) const { return block[i & 3] + tile + (i >> 2) * panel_stride; }
+    __device__ __forceinline__ uint32_t key(int i) const { return at(i, slot::kKey, slot::kKeyQueryPanelStride); }
+    __device__ __forceinline__ uint32_t query(int i) const { return at(i, slot::kQuery, slot::kKeyQueryPanelStride); }
+    __device__ __forceinline__ uint32_t gate(int i) const { return at(i, slot::kGate, slot::kPanelStride); }
+    __device__ __forceinline__ uint32_t key_minus(int i) const { return at(i, slot::kKeyMinus, slot::kPanelStride); }
+};
+
+// 1/|row| of a 16x128 tile for rows g and g+8 of this lane. The sums of squares are the diagonal of x x^T.
+__device__ __forceinline__ void inverse_norms(float (&inverse)[2], const BlockAddresses& addresses, int tile, int lane) {
     float upper[4] = {}, lower[4] = {};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        mma(upper, x[i], x[i][0], x[i][2]);
-        mma(lower, x[i], x[i][1], x[i][3]);
+        uint32_t x[4];
+        load_matrices(x, addresses.at(i, tile, slot::kKeyQueryPanelStride));
+        mma(upper, x, x[0], x[2]);
+        mma(lower, x, x[1], x[3]);
     }
     const int g = lane >> 2;
     const int holder = (lane & 28) + (g >> 1);  // row g's diagonal lies in column 2*(g/2) + g%2
-    low = __shfl_sync(~0u, (g & 1) ? upper[1] : upper[0], holder);
-    high = __shfl_sync(~0u, (g & 1) ? lower[3] : lower[2], holder);
+    inverse[0] = rsqrt_approx(__shfl_sync(~0u, (g & 1) ? upper[1] : upper[0], holder) + 1e-6f);
+    inverse[1] = rsqrt_approx(__shfl_sync(~0u, (g & 1) ? lower[3] : lower[2], holder) + 1e-6f);
 }
 
 // Zeros the rows past the sequence's end, whose raw content belongs to a neighbour or to nobody.
@@ -71,29 +92,22 @@ __device__ __forceinline__ void clear_tail_rows(uint32_t slot, int valid, int la
     __syncwarp();
 }
 
-// `beta` is lane t's sigmoid(logit) for t < valid, else 0. `scratch`: 16 rows of kStride floats.
+// Above this |beta_t K~_t . K^_s| the keys of a chunk count as near-equal.
+inline constexpr float kCollinear = 0.5f;
+
+// `beta` is lane t's sigmoid(logit) for t < valid, else 0. `scratch`: 16 rows of kStride floats. Returns whether some keys are near-equal.
 template <int kStride>
-__device__ __forceinline__ void prepare_chunk(uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate, float scale, float beta, int valid,
+__device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate, float scale, float beta, int valid,
                                               int lane) {
     const int g = lane >> 2, c = lane & 3;
-    const uint32_t fragment = fragment_offset(lane);
+    const BlockAddresses addresses(slot, fragment_offset(lane));
 
     if (valid < kChunkTokens) clear_tail_rows(slot, valid, lane);
 
-    uint32_t k[8][4], q[8][4];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        load_matrices(k[i], block_address(slot + slot::kKey, fragment, i, slot::kKeyQueryPanelStride));
-        load_matrices(q[i], block_address(slot + slot::kQuery, fragment, i, slot::kKeyQueryPanelStride));
-    }
-    float k_norm[2], q_norm[2];  // rows g, g+8
-    row_norms(k, lane, k_norm[0], k_norm[1]);
-    row_norms(q, lane, q_norm[0], q_norm[1]);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        k_norm[r] = rsqrt_approx(k_norm[r] + 1e-6f);
-        q_norm[r] = rsqrt_approx(q_norm[r] + 1e-6f) * scale;
-    }
+    float k_norm[2], q_norm[2];
+    inverse_norms(k_norm, addresses, slot::kKey, lane);
+    inverse_norms(q_norm, addresses, slot::kQuery, lane);
+    q_norm[0] *= scale, q_norm[1] *= scale;
 
     // Triangle of ones, tokens as columns. Its columns are permuted (k = c is token 2c, k = c+4 is token 2c+1) to match the transposed
     // loads of g, which give token pairs. Columns past the end are zero: decay 1 there.
@@ -108,11 +122,14 @@ __device__ __forceinline__ void prepare_chunk(uint32_t slot, uint32_t scratch, u
     }
 
     float m[2][4] = {}, scores[2][4] = {};  // columns (tokens) 0-7, 8-15
-#pragma unroll
+#pragma unroll 4  // unrolled whole, ptxas starts so many loads early that it spills
     for (int i = 0; i < 8; ++i) {
         // Gate, lane = channel: registers 0, 1 are channel g, tokens 2c.. and 8+2c..; 2, 3 are channel 8+g.
-        uint32_t raw[4];
-        load_matrices_transposed(raw, block_address(slot + slot::kGate, fragment, i, slot::kPanelStride));
+        uint32_t raw[4], k[4], q[4];
+        load_matrices_transposed(raw, addresses.gate(i));
+        load_matrices(k, addresses.key(i));
+        load_matrices(q, addresses.query(i));
+        __syncwarp();  // the results go to the same places
         float cumulative[2][4] = {};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -120,9 +137,10 @@ __device__ __forceinline__ void prepare_chunk(uint32_t slot, uint32_t scratch, u
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const uint32_t pair = raw[2 * n + h];
-                float x0 = gate.bound * reciprocal_approx(1.f + exp2_approx(fmaf(bf16_low(pair), gate.slope, b)));
-                float x1 = gate.bound * reciprocal_approx(1.f + exp2_approx(fmaf(bf16_high(pair), gate.slope, b)));
-                mma_tf32(cumulative[n], ones[h], round_tf32(x0), round_tf32(x1));
+                const float e0 = exp2_approx(fmaf(bf16_low(pair), gate.slope, b)), e1 = exp2_approx(fmaf(bf16_high(pair), gate.slope, b));
+                const float x0 = reciprocal_approx(fmaf(e0, gate.inverse_bound, gate.inverse_bound));
+                const float x1 = reciprocal_approx(fmaf(e1, gate.inverse_bound, gate.inverse_bound));
+                mma_tf32(cumulative[n], ones[h], __float_as_uint(x0), __float_as_uint(x1));
             }
         }
 
@@ -136,8 +154,8 @@ __device__ __forceinline__ void prepare_chunk(uint32_t slot, uint32_t scratch, u
 #pragma unroll
             for (int r = 0; r < 2; ++r) {  // rows g, g+8
                 const int f = 2 * n + r;
-                float kx[2] = {bf16_low(k[i][f]) * k_norm[r], bf16_high(k[i][f]) * k_norm[r]};
-                float qx[2] = {bf16_low(q[i][f]) * q_norm[r], bf16_high(q[i][f]) * q_norm[r]};
+                float kx[2] = {bf16_low(k[f]) * k_norm[r], bf16_high(k[f]) * k_norm[r]};
+                float qx[2] = {bf16_low(q[f]) * q_norm[r], bf16_high(q[f]) * q_norm[r]};
                 float inverse[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) inverse[e] = kx[e] * exp2_approx(-cumulative[n][2 * r + e]);
@@ -153,9 +171,9 @@ __device__ __forceinline__ void prepare_chunk(uint32_t slot, uint32_t scratch, u
         mma(m[1], k_decayed, k_inverse[1], k_inverse[3]);
         mma(scores[0], q_decayed, k_inverse[0], k_inverse[2]);
         mma(scores[1], q_decayed, k_inverse[1], k_inverse[3]);
-        store_matrices(block_address(slot + slot::kKey, fragment, i, slot::kKeyQueryPanelStride), k_decayed);
-        store_matrices(block_address(slot + slot::kQuery, fragment, i, slot::kKeyQueryPanelStride), q_decayed);
-        store_matrices(block_address(slot + slot::kKeyMinus, fragment, i, slot::kPanelStride), k_minus);
+        store_matrices(addresses.key(i), k_decayed);
+        store_matrices(addresses.query(i), q_decayed);
+        store_matrices(addresses.key_minus(i), k_minus);
     }
 
     // Scores: lower triangle with the diagonal. Above it 1/A may have overflowed: select, do not multiply.
@@ -170,9 +188,16 @@ __device__ __forceinline__ void prepare_chunk(uint32_t slot, uint32_t scratch, u
 
     // T. Lane j solves (I + diag(beta) M) x = e_j; lanes 16-31 repeat lanes 0-15 and store the low halves.
     const float beta_low = __shfl_sync(~0u, beta, g), beta_high = __shfl_sync(~0u, beta, g + 8);
-    store_float2(scratch + (g * kStride + 2 * c) * 4, m[0][0] * beta_low, m[0][1] * beta_low);
-    store_float2(scratch + ((g + 8) * kStride + 2 * c) * 4, m[0][2] * beta_high, m[0][3] * beta_high);
-    store_float2(scratch + ((g + 8) * kStride + 8 + 2 * c) * 4, m[1][2] * beta_high, m[1][3] * beta_high);
+    bool collinear = false;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+        m[0][e] *= beta_low, m[0][2 + e] *= beta_high, m[1][2 + e] *= beta_high;
+        collinear |= fabsf(m[0][2 + e]) > kCollinear;
+        collinear |= 2 * c + e < g && fmaxf(fabsf(m[0][e]), fabsf(m[1][2 + e])) > kCollinear;
+    }
+    store_float2(scratch + (g * kStride + 2 * c) * 4, m[0][0], m[0][1]);
+    store_float2(scratch + ((g + 8) * kStride + 2 * c) * 4, m[0][2], m[0][3]);
+    store_float2(scratch + ((g + 8) * kStride + 8 + 2 * c) * 4, m[1][2], m[1][3]);
     __syncwarp();
     const int column = lane & 15;
     float x[kChunkTokens];
@@ -197,6 +222,7 @@ __device__ __forceinline__ void prepare_chunk(uint32_t slot, uint32_t scratch, u
         const uint32_t high = pack_bf16(t, 0.f);
         store_u16(at + (r >> 3) * 256 + (r & 7) * 16, lane < 16 ? high : pack_bf16(t - bf16_low(high), 0.f));
     }
+    return __any_sync(~0u, collinear);
 }
 
 }  // namespace flash_kda

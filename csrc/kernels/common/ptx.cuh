@@ -57,6 +57,12 @@ __device__ __forceinline__ float load_float(uint32_t address) {
     return x;
 }
 
+__device__ __forceinline__ uint32_t load_u32(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ float4 load_float4(uint32_t address) {
     float4 x;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
@@ -84,7 +90,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
     cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
 }
 
-// d[16x8] += a[16x8] b[8x8], tf32 in, fp32 accumulate.
+// d[16x8] += a[16x8] b[8x8], fp32 cut to tf32 in, fp32 accumulate.
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
 }
@@ -101,13 +107,6 @@ __device__ __forceinline__ float bf16_low(uint32_t pair) {
 
 __device__ __forceinline__ float bf16_high(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
-}
-
-// The tensor cores truncate fp32 to tf32, which biases sums; round instead.
-__device__ __forceinline__ uint32_t round_tf32(float x) {
-    uint32_t r;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
-    return r;
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {

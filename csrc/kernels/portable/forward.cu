@@ -6,7 +6,7 @@
 // Roles: warps 0-7 scan (each holds 16 rows of V of the state for the whole sequence); the next warps prepare, one chunk each, round robin;
 // the last warp moves data (TMA loads into a slot, TMA stores of O out of it).
 // A slot goes: full (tiles have landed) -> ready (prepared) -> done (consumed, O written over V) -> stored, loaded again.
-// Shared memory: kStages slots (slot.h), the head's gate bias, a scratch matrix per prepare warp, the barriers.
+// Shared memory (config.h): slots (slot.h), the head's gate bias, a scratch matrix per prepare warp, barriers, a flag per slot.
 // Measured cost: docs/kernel-notes.md.
 
 #include "kernels/common/prepare.cuh"
@@ -44,7 +44,9 @@ __device__ __forceinline__ Chunks sequence_chunks(const ForwardParams& p, int se
     return {0, static_cast<int>(first), static_cast<int>(last - first)};
 }
 
+template <class Config>
 struct Pipeline {
+    static constexpr int kStages = Config::kStages;
     uint32_t slots;
     Barrier* barriers;
     __device__ uint32_t slot(int chunk) const { return slots + (chunk % kStages) * slot::kBytes; }
@@ -52,11 +54,13 @@ struct Pipeline {
     __device__ uint64_t* full(int chunk) const { return reinterpret_cast<uint64_t*>(barriers + chunk % kStages); }
     __device__ uint64_t* ready(int chunk) const { return reinterpret_cast<uint64_t*>(barriers + kStages + chunk % kStages); }
     __device__ uint64_t* done(int chunk) const { return reinterpret_cast<uint64_t*>(barriers + 2 * kStages + chunk % kStages); }
+    __device__ uint32_t collinear(int chunk) const { return slots + Config::kFlagOffset + (chunk % kStages) * 4; }
 };
 
 // ---- move ----------------------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void load_chunk(const Maps& maps, const Pipeline& pipe, const Chunks& chunks, int head, int chunk) {
+template <class Config>
+__device__ __forceinline__ void load_chunk(const Maps& maps, const Pipeline<Config>& pipe, const Chunks& chunks, int head, int chunk) {
     const uint32_t slot = pipe.slot(chunk);
     uint64_t* full = pipe.full(chunk);
     const int token = chunks.first + chunk * kChunkTokens;
@@ -84,13 +88,14 @@ __device__ __forceinline__ void store_tail(const ForwardParams& p, uint32_t out,
     }
 }
 
-__device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, const Pipeline& pipe, const Chunks& chunks, int head, int lane) {
+template <class Config>
+__device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, const Pipeline<Config>& pipe, const Chunks& chunks, int head, int lane) {
     const int count = chunks.count();
     if (lane == 0) {
-        for (int chunk = 0; chunk < min(count, kStages); ++chunk) load_chunk(maps, pipe, chunks, head, chunk);
+        for (int chunk = 0; chunk < min(count, Config::kStages); ++chunk) load_chunk(maps, pipe, chunks, head, chunk);
     }
     for (int chunk = 0; chunk < count; ++chunk) {
-        Barrier::wait(pipe.done(chunk), Pipeline::phase(chunk));
+        Barrier::wait(pipe.done(chunk), Pipeline<Config>::phase(chunk));
         const uint32_t out = pipe.slot(chunk) + slot::kOut;
         if (chunks.valid(chunk) < kChunkTokens) {
             store_tail(p, out, chunks, head, chunk, lane);
@@ -98,9 +103,9 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
             cute::SM90_TMA_STORE_5D::copy(&maps.o, shared_pointer(out), 0, chunks.first + chunk * kChunkTokens, 0, head, chunks.batch);
             cute::tma_store_arrive();
             // The slot before this one can be loaded again once at most the store just issued still reads shared memory.
-            if (chunk > 0 && chunk - 1 + kStages < count) {
+            if (chunk > 0 && chunk - 1 + Config::kStages < count) {
                 cute::tma_store_wait<1>();
-                load_chunk(maps, pipe, chunks, head, chunk - 1 + kStages);
+                load_chunk(maps, pipe, chunks, head, chunk - 1 + Config::kStages);
             }
         }
         __syncwarp();
@@ -110,19 +115,22 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
 
 // ---- prepare -------------------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void prepare(const ForwardParams& p, const Pipeline& pipe, const Chunks& chunks, GateConstants gate, int head, uint32_t bias,
+template <class Config>
+__device__ __forceinline__ void prepare(const ForwardParams& p, const Pipeline<Config>& pipe, const Chunks& chunks, GateConstants gate, int head, uint32_t bias,
                                         uint32_t scratch, int warp, int lane) {
-    const auto* logits = static_cast<const unsigned short*>(p.beta) + chunks.batch * p.beta_strides.batch + head * p.beta_strides.head;
     const int count = chunks.count();
-    for (int chunk = warp; chunk < count; chunk += kPrepareWarps) {
+    for (int chunk = warp; chunk < count; chunk += Config::kPrepareWarps) {
         const int valid = chunks.valid(chunk);
         float beta = 0.f;
         if (lane < valid) {
-            const uint32_t logit = logits[(chunks.first + chunk * kChunkTokens + lane) * p.beta_strides.token];
+            const long long at = chunks.batch * p.beta_strides.batch + (chunks.first + chunk * kChunkTokens + lane) * p.beta_strides.token +
+                                 head * p.beta_strides.head;
+            const uint32_t logit = static_cast<const unsigned short*>(p.beta)[at];
             beta = 1.f / (1.f + expf(-bf16_low(logit)));
         }
-        Barrier::wait(pipe.full(chunk), Pipeline::phase(chunk));
-        prepare_chunk<kScratchStride>(pipe.slot(chunk), scratch, bias, gate, p.scale, beta, valid, lane);
+        Barrier::wait(pipe.full(chunk), Pipeline<Config>::phase(chunk));
+        const bool collinear = prepare_chunk<kScratchStride>(pipe.slot(chunk), scratch, bias, gate, p.scale, beta, valid, lane);
+        if (lane == 0) store_u32(pipe.collinear(chunk), collinear);
         // These generic writes precede TMA's next writes to the slot.
         cutlass::arch::fence_view_async_shared();
         __syncwarp();
@@ -182,7 +190,16 @@ __device__ __forceinline__ void pack_fragment(uint32_t (&a)[4], const float (&lo
     a[3] = pack_bf16(high[2], high[3]);
 }
 
-__device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline& pipe, const Chunks& chunks, long long state_index, int warp, int lane) {
+// What rounding to bf16 left over, itself in bf16.
+__device__ __forceinline__ void pack_fragment_rest(uint32_t (&rest)[4], const uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
+    rest[0] = pack_bf16(low[0] - bf16_low(a[0]), low[1] - bf16_high(a[0]));
+    rest[1] = pack_bf16(low[2] - bf16_low(a[1]), low[3] - bf16_high(a[1]));
+    rest[2] = pack_bf16(high[0] - bf16_low(a[2]), high[1] - bf16_high(a[2]));
+    rest[3] = pack_bf16(high[2] - bf16_low(a[3]), high[3] - bf16_high(a[3]));
+}
+
+template <class Config>
+__device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline<Config>& pipe, const Chunks& chunks, long long state_index, int warp, int lane) {
     const int c = lane & 3;
     const uint32_t fragment = fragment_offset(lane);
     // V and O, [t][v], the 16 columns of this warp: matrices (tokens 0-7, v 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
@@ -203,15 +220,16 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline& pip
     const int count = chunks.count();
     for (int chunk = 0; chunk < count; ++chunk) {
         const uint32_t slot = pipe.slot(chunk);
-        Barrier::wait(pipe.ready(chunk), Pipeline::phase(chunk));
+        Barrier::wait(pipe.ready(chunk), Pipeline<Config>::phase(chunk));
 
+        const BlockAddresses addresses(slot, fragment);
         float p_k[2][4] = {}, out[2][4] = {};  // S K~^T and S Q~^T: tokens 0-7, 8-15
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             uint32_t a[4], k[4], q[4];
             pack_fragment(a, s[2 * i], s[2 * i + 1]);
-            load_matrices(k, block_address(slot + slot::kKey, fragment, i, slot::kKeyQueryPanelStride));
-            load_matrices(q, block_address(slot + slot::kQuery, fragment, i, slot::kKeyQueryPanelStride));
+            load_matrices(k, addresses.key(i));
+            load_matrices(q, addresses.query(i));
             mma(p_k[0], a, k[0], k[2]);
             mma(p_k[1], a, k[1], k[3]);
             mma(out[0], a, q[0], q[2]);
@@ -223,6 +241,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline& pip
         load_matrices(high, slot + slot::kTransformHigh + lane * 16);
         load_matrices(low, slot + slot::kTransformLow + lane * 16);
         load_matrices(scores, slot + slot::kScores + lane * 16);
+        __syncwarp();  // all of V is read before O is written over it
         float d[2][4], u[2][4] = {};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -237,8 +256,16 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline& pip
         multiply_block_matrix(u, d_fragment, high);
         multiply_block_matrix(u, d_fragment, low);
         pack_fragment(u_fragment, u[0], u[1]);
-
         multiply_block_matrix(out, u_fragment, scores);
+
+        // With near-equal keys the updates nearly cancel, and the roundings of 16 of them would add up to more than the sum: carry what
+        // bf16 leaves of U as a second term there.
+        const bool collinear = load_u32(pipe.collinear(chunk)) != 0;
+        uint32_t u_rest[4];
+        if (collinear) {
+            pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
+            multiply_block_matrix(out, u_rest, scores);
+        }
         uint32_t o[4];
         pack_fragment(o, out[0], out[1]);
         store_matrices_transposed(slot + slot::kOut + v_offset, o);
@@ -247,11 +274,15 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline& pip
         for (int i = 0; i < 8; ++i) {
             const float4 decay = load_float4(slot + slot::kDecay + i * 64 + c * 16);
             uint32_t k[4];
-            load_matrices_transposed(k, block_address(slot + slot::kKeyMinus, fragment, i, slot::kPanelStride));
+            load_matrices_transposed(k, addresses.key_minus(i));
             s[2 * i][0] *= decay.x, s[2 * i][1] *= decay.y, s[2 * i][2] *= decay.x, s[2 * i][3] *= decay.y;
             s[2 * i + 1][0] *= decay.z, s[2 * i + 1][1] *= decay.w, s[2 * i + 1][2] *= decay.z, s[2 * i + 1][3] *= decay.w;
             mma(s[2 * i], u_fragment, k[0], k[1]);
             mma(s[2 * i + 1], u_fragment, k[2], k[3]);
+            if (collinear) {
+                mma(s[2 * i], u_rest, k[0], k[1]);
+                mma(s[2 * i + 1], u_rest, k[2], k[3]);
+            }
         }
         cutlass::arch::fence_view_async_shared();  // O, for the TMA store
         __syncwarp();
@@ -261,17 +292,13 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline& pip
     if (p.final_state != nullptr) store_state(s, p.final_state, p.final_is_fp32, index);
 }
 
-}  // namespace flash_kda::portable
-
-extern "C" __global__ void __launch_bounds__(flash_kda::portable::kThreads, 1)
-    flash_kda_forward_portable(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::portable::Maps maps) {
-    using namespace flash_kda;
-    using namespace flash_kda::portable;
+template <class Config>
+__device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
     extern __shared__ char dynamic_shared[];
     const uint32_t unaligned = cute::cast_smem_ptr_to_uint(dynamic_shared);
     const uint32_t base = (unaligned + slot::kAlignment - 1) & ~(slot::kAlignment - 1);
-    const Pipeline pipe{base, reinterpret_cast<Barrier*>(shared_pointer(base + kBarrierOffset))};
-    const uint32_t bias = base + kBiasOffset;
+    const Pipeline<Config> pipe{base, reinterpret_cast<Barrier*>(shared_pointer(base + Config::kBarrierOffset))};
+    const uint32_t bias = base + Config::kBiasOffset;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int sequence = blockIdx.x / p.H, head = blockIdx.x % p.H;
@@ -279,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(flash_kda::portable::kThreads, 1)
     const GateConstants gate = gate_constants(p, head);
 
     if (threadIdx.x == 0) {
-        for (int stage = 0; stage < kStages; ++stage) {
+        for (int stage = 0; stage < Config::kStages; ++stage) {
             Barrier::init(pipe.full(stage), 1);
             Barrier::init(pipe.ready(stage), 1);
             Barrier::init(pipe.done(stage), kScanWarps);
@@ -293,10 +320,22 @@ extern "C" __global__ void __launch_bounds__(flash_kda::portable::kThreads, 1)
 
     if (warp < kScanWarps) {
         scan(p, pipe, chunks, static_cast<long long>(blockIdx.x) * kHeadDim * kHeadDim, warp, lane);
-    } else if (warp < kScanWarps + kPrepareWarps) {
+    } else if (warp < kScanWarps + Config::kPrepareWarps) {
         const int prepare_warp = warp - kScanWarps;
-        prepare(p, pipe, chunks, gate, head, bias, base + kScratchOffset + prepare_warp * kScratchBytes, prepare_warp, lane);
+        prepare(p, pipe, chunks, gate, head, bias, base + Config::kScratchOffset + prepare_warp * kScratchBytes, prepare_warp, lane);
     } else {
         move(p, maps, pipe, chunks, head, lane);
     }
+}
+
+}  // namespace flash_kda::portable
+
+extern "C" __global__ void __launch_bounds__(flash_kda::portable::Wide::kThreads, 1)
+    flash_kda_forward_portable_wide(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::portable::Maps maps) {
+    flash_kda::portable::forward<flash_kda::portable::Wide>(p, maps);
+}
+
+extern "C" __global__ void __launch_bounds__(flash_kda::portable::Narrow::kThreads, 1)
+    flash_kda_forward_portable_narrow(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::portable::Maps maps) {
+    flash_kda::portable::forward<flash_kda::portable::Narrow>(p, maps);
 }
