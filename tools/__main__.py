@@ -1,15 +1,18 @@
 """python3 -m tools: everything a developer or a user does with this tree, on a bare Python."""
 
 import argparse
+import hashlib
 import shutil
 import sys
 from pathlib import Path
 
-from tools import ROOT, build, device
+from tools import ROOT, build, device, host, settings, wheels
 from tools.archs import allowed, plan
 from tools.errors import BuildError, explain, os_error_text
-from tools.toolchain import DEVICE, obtain
+from tools.locks import DEVICE_CODE_LOCK, compare_with_lock, toolchain_digest, write_device_code_lock
+from tools.toolchain import DEVICE, HOST, WHEEL, fetch_all, obtain, source_of
 from tools.units import UNIT_BY_NAME, Unit
+from tools.venvs import Environment
 
 
 def command_cubins(arguments: argparse.Namespace) -> None:
@@ -45,6 +48,127 @@ def command_module(arguments: argparse.Namespace) -> None:
     log(f"wrote {module}")
 
 
+def command_plan(arguments: argparse.Namespace) -> None:
+    """Say what a build would do, and do nothing."""
+    chosen = plan(arguments.archs)
+    jobs = [device.Job(unit, arch) for unit, arch in chosen.jobs()]
+    digest = toolchain_digest()
+    todo = [job for job in jobs if not device.is_kept(job, digest, build.device_store())]
+    count = device.job_count(len(jobs))
+    python = host.describe_python()
+    rows = [("architectures", ", ".join(chosen.archs))]
+    rows += [("why", reason) for reason in chosen.reasons]
+    rows += [
+        ("device code", f"{len(jobs)} cubins: " + ", ".join(job.name for job in jobs)),
+        ("", f"{len(jobs) - len(todo)} are kept from an earlier build; {count} at a time ({device.free_memory() / 2**30:.0f} GB of memory free)"),
+        ("host module", f"for Python {python.version}, with {host.compiler_name(python)}"),
+        ("toolchain", source_of((DEVICE, HOST))),
+        ("time", f"about {len(todo) * device.JOB_SECONDS // count + HOST_SECONDS} s, besides what pip downloads"),
+    ]
+    rows += [("setting", f"{name}={settings.text(name)}") for name in settings.VARIABLES if settings.text(name)]
+    for key, value in rows:
+        log(f"{key:14}{value}")
+
+
+HOST_SECONDS = 20  # to compile and link the host module; the first time 60, since zig builds its C++ library
+
+
+def make_wheel(setting: str, output: Path) -> Path:
+    """Build, repair and check a wheel for this Python; returns its path in `output`."""
+    toolchain = obtain((DEVICE, HOST, WHEEL), log)
+    if settings.text(settings.CXX):
+        raise BuildError(f"{settings.CXX} is set: a wheel for others is made with the pinned compiler; unset it, or use pip wheel")
+    raw = wheels.build_raw(toolchain, build.BUILD / "wheel", setting, log)
+    wheel = wheels.repair(raw, toolchain, output)
+    found = wheels.problems(wheels.read_wheel(wheel))
+    if found:
+        raise BuildError(f"{wheel.name} is not fit to be released: {'; '.join(found)}")
+    log(f"wheel: {wheel} ({wheel.stat().st_size / 1e6:.2f} MB, sha256 {hashlib.sha256(wheel.read_bytes()).hexdigest()})")
+    return wheel
+
+
+REQUIREMENTS = ROOT / "tools" / "test-requirements.txt"
+
+
+def command_wheel(arguments: argparse.Namespace) -> None:
+    """Build a release wheel, install it into a fresh environment and let it check itself."""
+    wheel = make_wheel(arguments.archs, Path(arguments.out).absolute())
+    environment = Environment(build.BUILD / "venv-wheel")
+    log("installing it into a fresh environment" + ("" if arguments.no_torch else ", with torch"))
+    environment.install(str(wheel), *(["--no-deps"] if arguments.no_torch else ["-c", str(REQUIREMENTS)]))
+    # From another folder, since flash_kda/ of this tree would be imported here.
+    if environment.run("python", "-m", "flash_kda", "doctor", cwd=build.BUILD) != 0:
+        raise BuildError(f"the doctor is not content with {wheel.name}; what it says is above")
+    log(f"wheel: {wheel}")
+
+
+def command_test(arguments: argparse.Namespace) -> int:
+    """Build and install the wheel, then linters, types and all tests."""
+    if sys.version_info < (3, 10):
+        raise BuildError(f"the tests need Python 3.10 or newer, this is {sys.version.split()[0]}; only building works with 3.9")
+    wheel = make_wheel("all", ROOT / "dist")
+    environment = Environment(build.BUILD / "venv-test")
+    log("installing the wheel and the test requirements into a fresh environment")
+    environment.install(str(wheel), "-r", str(REQUIREMENTS))
+    for name, command in checks():
+        log(f"{name}: checking")
+        if environment.run(*command, cwd=ROOT) != 0:
+            raise BuildError(f"{name} is not content, see above; python3 -m tools format mends what can be mended by itself")
+    log("pytest")
+    return environment.run("pytest", *arguments.pytest, cwd=ROOT, FLASH_KDA_TEST_WHEEL=str(wheel))
+
+
+def checks() -> "list[tuple[str, list[str]]]":
+    """The checks of style and types, each with its command."""
+    return [
+        ("ruff", ["ruff", "check", "--quiet", "."]),
+        ("ruff format", ["ruff", "format", "--check", "--quiet", "."]),
+        ("mypy", ["mypy", "--no-error-summary"]),
+        ("clang-format", ["clang-format", "--dry-run", "-Werror", *native_sources()]),
+    ]
+
+
+def native_sources() -> "list[str]":
+    endings = (".h", ".cpp", ".cuh", ".cu")
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in endings)
+
+
+def command_format(arguments: argparse.Namespace) -> None:
+    """Bring all sources into the form that the checks want."""
+    environment = Environment(build.BUILD / "venv-format")
+    tools = [line for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines() if line.startswith(("ruff", "clang-format"))]
+    environment.install(*tools)
+    files = arguments.files or ["."]
+    python = [name for name in files if not name.endswith((".h", ".cpp", ".cuh", ".cu"))]
+    native = [name for name in files if name not in python] if arguments.files else native_sources()
+    status = 0
+    if python:
+        status |= environment.run("ruff", "check", "--quiet", "--fix", *python, cwd=ROOT)
+        status |= environment.run("ruff", "format", "--quiet", *python, cwd=ROOT)
+    if native:
+        status |= environment.run("clang-format", "-i", *native, cwd=ROOT)
+    if status:
+        raise BuildError("not everything could be mended, see above")
+
+
+def command_lock(arguments: argparse.Namespace) -> None:
+    """Build all device code and write device-code.lock."""
+    chosen = plan("all")
+    cubins = build.compile_plan(chosen, obtain((DEVICE,), log), build.device_store(), log, allow_spills=False)
+    records = [cubin.record() for cubin in cubins]
+    differences = compare_with_lock(records) if DEVICE_CODE_LOCK.exists() else ["written for the first time"]
+    write_device_code_lock(records)
+    for difference in differences:
+        log(f"device-code.lock: {difference}")
+    log(f"device-code.lock: {len(records)} cubins, {'renewed' if differences else 'as before'}")
+
+
+def command_toolchain(arguments: argparse.Namespace) -> None:
+    """Download every wheel of toolchain.lock for builds without network."""
+    fetch_all(Path(arguments.out).absolute(), log)
+    log(f"elsewhere, without network: {settings.TOOLCHAIN_DIR}={arguments.out} python3 -m tools wheel")
+
+
 def log(text: str) -> None:
     print(text, flush=True)
 
@@ -64,6 +188,31 @@ def parser() -> argparse.ArgumentParser:
     cubins.add_argument("--allow-spills", action="store_true", help="report register spills, but go on")
     cubins.set_defaults(run=command_cubins)
 
+    sub = commands.add_parser("plan", help="say what a build would do and why; builds nothing")
+    sub.add_argument("--archs", default="", help=f"{allowed()} (default: FLASH_KDA_CUDA_ARCHS, else auto)")
+    sub.set_defaults(run=command_plan)
+
+    sub = commands.add_parser("wheel", help="build a release wheel, install it into a fresh environment, run its doctor")
+    sub.add_argument("--archs", default="all", help=f"{allowed()} (default: all)")
+    sub.add_argument("--out", default=str(ROOT / "dist"), help="folder for the wheel (default: dist/)")
+    sub.add_argument("--no-torch", action="store_true", help="install without torch: quicker, and the doctor checks less")
+    sub.set_defaults(run=command_wheel)
+
+    sub = commands.add_parser("test", help="build and install the wheel; linters, types, all tests")
+    sub.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    sub.set_defaults(run=command_test)
+
+    sub = commands.add_parser("format", help="bring the sources into the form that the checks want")
+    sub.add_argument("files", nargs="*", help="only these files (default: all)")
+    sub.set_defaults(run=command_format)
+
+    sub = commands.add_parser("lock", help="build all device code and write device-code.lock")
+    sub.set_defaults(run=command_lock)
+
+    sub = commands.add_parser("toolchain", help="download the toolchain's wheels into a folder, for builds without network")
+    sub.add_argument("--out", required=True, help="the folder")
+    sub.set_defaults(run=command_toolchain)
+
     module = commands.add_parser("module", help="build flash_kda/_native in place, for any Python of this machine")
     module.add_argument("--python", default=sys.executable, help="the Python that will import it (default: this one)")
     module.add_argument("--archs", default="", help=f"{allowed()} (default: FLASH_KDA_CUDA_ARCHS, else auto)")
@@ -75,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = parser().parse_args()
     try:
-        arguments.run(arguments)
+        return int(arguments.run(arguments) or 0)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -85,7 +234,6 @@ def main() -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -21,10 +21,12 @@ def device_store(base: Path = BUILD) -> Path:
     return base / "device"
 
 
-def compile_plan(chosen: Plan, toolchain: Toolchain, store: Path, log: Log = print) -> list[device.Cubin]:
+def compile_plan(
+    chosen: Plan, toolchain: Toolchain, store: Path, log: Log = print, allow_spills: bool = False
+) -> list[device.Cubin]:
     """Every cubin of a plan."""
     jobs = [device.Job(unit, arch) for unit, arch in chosen.jobs()]
-    return device.build(jobs, toolchain, store, log, allow_spills=settings.flag(settings.ALLOW_UNLOCKED))
+    return device.build(jobs, toolchain, store, log, allow_spills)
 
 
 def check_lock(cubins: list[device.Cubin], log: Log = print) -> None:
@@ -51,7 +53,8 @@ def build_native(output_folder: Path, python: Optional[str] = None, base: Path =
     log(f"architectures: {', '.join(chosen.archs)} ({'; '.join(chosen.reasons)})")
     toolchain = obtain((DEVICE, HOST), log)
     cxx = host.compiler(target, toolchain)
-    cubins = compile_plan(chosen, toolchain, device_store(base), log)
+    unlocked = settings.flag(settings.ALLOW_UNLOCKED)
+    cubins = compile_plan(chosen, toolchain, device_store(base), log, allow_spills=unlocked)
     check_lock(cubins, log)
     record = embed.build_record(chosen, cubins, toolchain, cxx.name)
     module = output_folder / target.module_name

