@@ -311,8 +311,11 @@ def _share(a: Tensor, b: Tensor) -> bool:
 def _width(tensor: Tensor, pitch: int) -> int:
     """Bytes that the tensor spans in each row, if memory is seen as rows of ``pitch`` bytes and its first element starts one."""
     size = tensor.element_size()
-    steps = ((stride * size, count) for stride, count in zip(tensor.stride(), tensor.shape) if count > 1)
-    return size + sum(step * (count - 1) for step, count in steps if step % pitch)
+    width: int = size
+    for stride, count in zip(tensor.stride(), tensor.shape):
+        if count > 1 and stride * size % pitch:
+            width += stride * size * (count - 1)
+    return width
 
 
 def _check_overlap(written: str, tensor: Tensor | None, others: dict[str, Tensor | None]) -> None:
@@ -380,7 +383,7 @@ _TRANSPOSED = "The usual mistake is [B, H, T, D]: tokens come before heads here;
 
 def _heads_before_tokens(q: Tensor, A_log: Tensor) -> bool:
     """Whether q looks like [B, H, T, D]: A_log has one entry a head, and as many as q's second dimension."""
-    return A_log.numel() == q.shape[1] != q.shape[2]
+    return bool(A_log.numel() == q.shape[1] != q.shape[2])
 
 
 def _bad_q(q: Tensor) -> NoReturn:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["Choice", "Cubin", "Gpu", "build_record", "choose", "embedded", "gpus", "is_available", "native", "serves"]
+__all__ = ["Choice", "Cubin", "Gpu", "build_record", "choose", "embedded", "gpus", "is_available", "native", "runs", "serves"]
 
 
 class Cubin(NamedTuple):
@@ -132,8 +132,16 @@ def is_available(device: int = 0) -> bool:
 
 def serves(arch: str) -> str:
     """The compute capabilities that code for ``arch`` runs on, in words: "9.0" for "90a", "12.0 and later 12.x" for "120f"."""
-    number, suffix = arch[:-1], arch[-1]
-    major, minor = number[:-1], number[-1]
-    if suffix == "f":
-        return f"{major}.{minor} and later {major}.x"
-    return f"{major}.{minor}"
+    major, minor, family = _parse(arch)
+    return f"{major}.{minor} and later {major}.x" if family else f"{major}.{minor}"
+
+
+def runs(arch: str, major: int, minor: int) -> bool:
+    """Whether code for ``arch`` runs on a device of compute capability ``major.minor``."""
+    arch_major, arch_minor, family = _parse(arch)
+    return arch_major == major and (arch_minor <= minor if family else arch_minor == minor)
+
+
+def _parse(arch: str) -> tuple[int, int, bool]:
+    """(major, minor, whether it serves its family): "a" code runs on exactly its own capability."""
+    return int(arch[:-2]), int(arch[-2]), arch[-1] == "f"

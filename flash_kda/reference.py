@@ -160,7 +160,6 @@ class _Block(NamedTuple):
     beta: Tensor  # [n, H, L] in (0, 1); zero where not valid
 
 
-@torch.no_grad()
 def _run(block_fn: Callable[[_Block, Tensor], Tensor], x: _Inputs, out: Tensor, dtype: torch.dtype) -> Tensor:
     """Write ``out`` in place, in its own dtype; return the final states."""
     _check_shapes(x)
@@ -169,16 +168,17 @@ def _run(block_fn: Callable[[_Block, Tensor], Tensor], x: _Inputs, out: Tensor, 
     # Longest first: the sequences still running at any token are then a prefix.
     order = sorted(range(len(sequences)), key=lambda i: -sequences[i][2])
     rows = torch.tensor(order, dtype=torch.int64, device=device)
-    if x.initial_state is None:
-        state = torch.zeros(len(order), x.q.shape[2], x.v.shape[3], x.q.shape[3], dtype=dtype, device=device)
-    else:
-        state = x.initial_state[rows].to(dtype)
-    for block in _blocks(x, [sequences[i] for i in order], dtype):
-        result = block_fn(block, state[: len(block.token)])  # updates these states in place
-        batch = block.batch.expand_as(block.token)[block.valid]
-        out[batch, block.token[block.valid]] = result.transpose(1, 2)[block.valid].to(out.dtype)
-    final = torch.empty_like(state)
-    final[rows] = state
+    with torch.no_grad():
+        if x.initial_state is None:
+            state = torch.zeros(len(order), x.q.shape[2], x.v.shape[3], x.q.shape[3], dtype=dtype, device=device)
+        else:
+            state = x.initial_state[rows].to(dtype)
+        for block in _blocks(x, [sequences[i] for i in order], dtype):
+            result = block_fn(block, state[: len(block.token)])  # updates these states in place
+            batch = block.batch.expand_as(block.token)[block.valid]
+            out[batch, block.token[block.valid]] = result.transpose(1, 2)[block.valid].to(out.dtype)
+        final = torch.empty_like(state)
+        final[rows] = state
     return final
 
 

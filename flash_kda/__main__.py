@@ -1,0 +1,60 @@
+"""``python -m flash_kda``: look at this installation.
+
+doctor    What is installed, which kernel this machine uses and why, and a self-check. Exit code:
+          0 good: a GPU kernel runs and is right
+          1 broken: the module does not load, carries no machine code, or the self-check fails
+          3 in order, but no kernel can run here: CPU reference only
+          4 in order, but torch is missing: nothing was run
+archs     The machine code in this installation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from flash_kda import device_code, doctor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_kda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | archs")
+    for name in ("doctor", "archs"):
+        command = commands.add_parser(name)
+        command.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    return _doctor(options.json) if options.command == "doctor" else _archs(options.json)
+
+
+def _doctor(as_json: bool) -> int:
+    report = doctor.examine()
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        for line in doctor.describe(report):
+            print(line)
+    return int(report["exit_code"])
+
+
+def _archs(as_json: bool) -> int:
+    try:
+        cubins = device_code.embedded()
+        record = device_code.build_record()
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return doctor.BROKEN
+    if as_json:
+        print(json.dumps({"cubins": [cubin._asdict() for cubin in cubins], "build": record}, indent=1))
+        return doctor.GOOD
+    for cubin in cubins:
+        print(f"{cubin.unit:<10}{cubin.arch:<6}for compute capability {device_code.serves(cubin.arch):<20}{cubin.size:>8} bytes")
+        print(f"          sha256 {cubin.sha256}")
+    return doctor.GOOD
+
+
+if __name__ == "__main__":
+    sys.exit(main())
