@@ -44,9 +44,10 @@ py::dict device(int index) {
 }
 
 py::dict selection(int index) {
-    py::dict choice = describe(select_cubin(index));
-    choice["kernel"] = select_kernel(device_info(index)).name;
-    return choice;
+    const Choice choice = choose_kernel(device_info(index));
+    py::dict selection = describe(*choice.cubin);
+    selection["kernel"] = choice.kernel->name;
+    return selection;
 }
 
 void forward(int device, std::uintptr_t stream, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t g, std::uintptr_t beta,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/portable/config.h"
+#include "kernels/sm90/config.h"
 
 namespace flash_kda {
 namespace {
@@ -42,36 +43,65 @@ class RelaxedCapture {
     CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
+template <class Ring>
+constexpr Kernel describe(const char* name, const char* unit, const char* entry) {
+    return {name, unit, entry, Ring::kThreads, Ring::kDynamicSharedBytes};
+}
+
 // Best first.
-constexpr KernelShape kKernels[] = {
-    {"portable-wide", portable::kWideEntry, portable::Wide::kThreads, portable::Wide::kDynamicSharedBytes},
-    {"portable-narrow", portable::kNarrowEntry, portable::Narrow::kThreads, portable::Narrow::kDynamicSharedBytes},
+constexpr Kernel kKernels[] = {
+    describe<sm90::Config>("sm90", "sm90", sm90::kEntry),
+    describe<portable::Wide>("portable-wide", "portable", portable::kWideEntry),
+    describe<portable::Narrow>("portable-narrow", "portable", portable::kNarrowEntry),
 };
+
+const EmbeddedCubin* find_cubin(const char* unit, const DeviceInfo& info) {
+    for (std::size_t i = 0; i < kEmbeddedCubinCount; ++i) {
+        const EmbeddedCubin& cubin = kEmbeddedCubins[i];
+        if (std::strcmp(cubin.unit, unit) == 0 && info.major == cubin.major && info.minor >= cubin.minor_first && info.minor <= cubin.minor_last) {
+            return &cubin;
+        }
+    }
+    return nullptr;
+}
+
+std::string embedded_list() {
+    std::string list;
+    for (std::size_t i = 0; i < kEmbeddedCubinCount; ++i) {
+        list += std::string(i > 0 ? ", " : "") + kEmbeddedCubins[i].unit + " for sm_" + kEmbeddedCubins[i].arch;
+    }
+    return list.empty() ? "nothing" : list;
+}
+
+std::string describe_device(const DeviceInfo& info) {
+    return info.name + " (compute capability " + std::to_string(info.major) + "." + std::to_string(info.minor) + ", " +
+           std::to_string(info.shared_memory_per_block_optin) + " bytes of shared memory a block)";
+}
 
 LoadedKernel load_kernel(int index) {
     const Driver& driver = Driver::require();
-    const EmbeddedCubin& cubin = select_cubin(index);
-    LoadedKernel kernel;
-    kernel.shape = select_kernel(device_info(index));
+    const Choice choice = choose_kernel(device_info(index));
+    LoadedKernel loaded;
+    loaded.kernel = choice.kernel;
     RelaxedCapture relaxed(driver);
-    driver.check(driver.context_retain(&kernel.context, device_handle(driver, index)), "retaining the device's primary context");
-    ContextScope scope(kernel.context);
+    driver.check(driver.context_retain(&loaded.context, device_handle(driver, index)), "retaining the device's primary context");
+    ContextScope scope(loaded.context);
     CUmodule module;
-    driver.check(driver.module_load(&module, cubin.begin), "loading the embedded kernel");
-    const CUresult found = driver.module_function(&kernel.function, module, kernel.shape.entry);
+    driver.check(driver.module_load(&module, choice.cubin->begin), "loading the embedded kernel");
+    const CUresult found = driver.module_function(&loaded.function, module, choice.kernel->entry);
     const CUresult sized =
         found != CUDA_SUCCESS
             ? found
-            : driver.function_attribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shape.shared_bytes);
+            : driver.function_attribute(loaded.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, choice.kernel->shared_bytes);
     if (sized != CUDA_SUCCESS) driver.module_unload(module);
     driver.check(found, "finding the kernel's entry point");
     driver.check(sized, "raising the kernel's shared-memory limit");
-    return kernel;
+    return loaded;
 }
 
 struct DeviceSlot {
     std::once_flag once;
-    LoadedKernel kernel;
+    LoadedKernel loaded;
 };
 
 }  // namespace
@@ -98,33 +128,23 @@ DeviceInfo device_info(int index) {
     return info;
 }
 
-const EmbeddedCubin& select_cubin(int index) {
-    const DeviceInfo info = device_info(index);
-    std::string embedded;
-    for (std::size_t i = 0; i < kEmbeddedCubinCount; ++i) {
-        const EmbeddedCubin& cubin = kEmbeddedCubins[i];
-        if (info.major == cubin.major && info.minor >= cubin.minor_first && info.minor <= cubin.minor_last) return cubin;
-        embedded += std::string(i > 0 ? ", " : "") + "sm_" + cubin.arch;
-    }
-    throw std::runtime_error("flash_kda: no kernel for " + info.name + " (compute capability " + std::to_string(info.major) + "." +
-                             std::to_string(info.minor) + "); this build holds " + (embedded.empty() ? "none" : embedded) +
-                             ". Rebuild with FLASH_KDA_CUDA_ARCHS set for this GPU, if it is one of the supported ones");
-}
-
-const KernelShape& select_kernel(const DeviceInfo& info) {
+Choice choose_kernel(const DeviceInfo& info) {
     const char* forced = std::getenv("FLASH_KDA_KERNEL");
     const bool automatic = forced == nullptr || *forced == 0 || std::strcmp(forced, "auto") == 0;
     std::string known = "auto";
-    for (const KernelShape& kernel : kKernels) {
+    for (const Kernel& kernel : kKernels) {
         known += std::string(", ") + kernel.name;
         if (!automatic && std::strcmp(forced, kernel.name) != 0) continue;
-        if (info.shared_memory_per_block_optin >= kernel.shared_bytes) return kernel;
+        const EmbeddedCubin* cubin = find_cubin(kernel.unit, info);
+        if (cubin != nullptr && info.shared_memory_per_block_optin >= kernel.shared_bytes) return {&kernel, cubin};
         if (automatic) continue;
-        throw std::runtime_error(std::string("flash_kda: FLASH_KDA_KERNEL=") + forced + " needs " + std::to_string(kernel.shared_bytes) +
-                                 " bytes of shared memory a block, " + info.name + " has " + std::to_string(info.shared_memory_per_block_optin));
+        throw std::runtime_error(std::string("flash_kda: FLASH_KDA_KERNEL=") + forced + " cannot run on " + describe_device(info) + ": " +
+                                 (cubin == nullptr ? "this build holds " + embedded_list()
+                                                   : "it needs " + std::to_string(kernel.shared_bytes) + " bytes of shared memory a block"));
     }
-    if (automatic) throw std::runtime_error("flash_kda: " + info.name + " has too little shared memory a block for any kernel");
-    throw std::runtime_error(std::string("flash_kda: FLASH_KDA_KERNEL=") + forced + " is unknown; expected one of " + known);
+    if (!automatic) throw std::runtime_error(std::string("flash_kda: FLASH_KDA_KERNEL=") + forced + " is unknown; expected one of " + known);
+    throw std::runtime_error("flash_kda: no kernel for " + describe_device(info) + "; this build holds " + embedded_list() +
+                             ". Rebuild with FLASH_KDA_CUDA_ARCHS set for this GPU, if it is one of the supported ones");
 }
 
 const LoadedKernel& loaded_kernel(int index) {
@@ -133,8 +153,8 @@ const LoadedKernel& loaded_kernel(int index) {
     static const std::unique_ptr<DeviceSlot[]> slots(new DeviceSlot[count > 0 ? count : 1]);
     if (index < 0 || index >= count) device_handle(Driver::require(), index);
     DeviceSlot& slot = slots[index];
-    std::call_once(slot.once, [&] { slot.kernel = load_kernel(index); });
-    return slot.kernel;
+    std::call_once(slot.once, [&] { slot.loaded = load_kernel(index); });
+    return slot.loaded;
 }
 
 ContextScope::ContextScope(CUcontext context) {

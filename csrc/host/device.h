@@ -19,24 +19,28 @@ struct DeviceInfo {
 // 0 if there is no working driver.
 int device_count();
 DeviceInfo device_info(int index);
-// The embedded cubin for this device. Throws std::runtime_error that lists what is embedded if none fits.
-const EmbeddedCubin& select_cubin(int index);
-
-// A kernel: an entry point and what its launch needs.
-struct KernelShape {
-    const char* name = nullptr;  // what the environment variable FLASH_KDA_KERNEL calls it
-    const char* entry = nullptr;
-    int threads = 0;       // in a block
-    int shared_bytes = 0;  // dynamic, in a block
+// A kernel: an entry point of a unit's cubin, and what its launch needs.
+struct Kernel {
+    const char* name;   // what the environment variable FLASH_KDA_KERNEL calls it
+    const char* unit;
+    const char* entry;
+    int threads;        // in a block
+    int shared_bytes;   // dynamic, in a block
 };
-// The first kernel that fits a device, or the one that FLASH_KDA_KERNEL names. Throws std::runtime_error if that one is unknown or does not fit.
-const KernelShape& select_kernel(const DeviceInfo& info);
+
+struct Choice {
+    const Kernel* kernel;
+    const EmbeddedCubin* cubin;
+};
+// The best kernel that is embedded for a device and fits it, or the one that FLASH_KDA_KERNEL names. Throws std::runtime_error with the
+// reason if there is none.
+Choice choose_kernel(const DeviceInfo& info);
 
 // A device's kernel, loaded once into its primary context. Safe to call from any thread and during stream capture.
 struct LoadedKernel {
+    const Kernel* kernel = nullptr;
     CUcontext context = nullptr;
     CUfunction function = nullptr;
-    KernelShape shape;
 };
 const LoadedKernel& loaded_kernel(int index);
 

@@ -30,7 +30,8 @@ CUtensorMap encode(const Driver& driver, const StridedTensor& tensor, const Forw
     return map;
 }
 
-struct PortableMaps {
+// As the kernels declare it.
+struct Maps {
     CUtensorMap q, k, v, g, o;
 };
 
@@ -45,10 +46,10 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     params.out = reinterpret_cast<void*>(call.out.data);
     params.out_strides = call.out.strides;
 
-    const LoadedKernel& kernel = loaded_kernel(device);
+    const LoadedKernel& loaded = loaded_kernel(device);
     const Driver& driver = Driver::require();
-    ContextScope scope(kernel.context);
-    PortableMaps maps = {};
+    ContextScope scope(loaded.context);
+    Maps maps = {};
     if (call.B > 0 && params.T > 0) {  // the copy engine knows no empty tensor; without tokens nothing is copied
         maps.q = encode(driver, call.q, call, 1);
         maps.k = encode(driver, call.k, call, 1);
@@ -57,7 +58,7 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
         maps.o = encode(driver, call.out, call, kPanels);
     }
     void* arguments[] = {&params, &maps};
-    driver.check(driver.launch(kernel.function, static_cast<unsigned>(blocks), 1, 1, kernel.shape.threads, 1, 1, kernel.shape.shared_bytes,
+    driver.check(driver.launch(loaded.function, static_cast<unsigned>(blocks), 1, 1, loaded.kernel->threads, 1, 1, loaded.kernel->shared_bytes,
                                reinterpret_cast<CUstream>(stream), arguments, nullptr),
                  "launching the kernel");
 }

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "kernels/common/ptx.cuh"
-#include "kernels/common/slot.h"
+#include "kernels/common/ring.h"
 
 namespace flash_kda {
 
@@ -95,8 +95,7 @@ __device__ __forceinline__ void clear_tail_rows(uint32_t slot, int valid, int la
 // Above this |beta_t K~_t . K^_s| the keys of a chunk count as near-equal.
 inline constexpr float kCollinear = 0.5f;
 
-// `beta` is lane t's sigmoid(logit) for t < valid, else 0. `scratch`: 16 rows of kStride floats. Returns whether some keys are near-equal.
-template <int kStride>
+// `beta` is lane t's sigmoid(logit) for t < valid, else 0. `scratch`: 16 rows of kScratchStride floats. Returns whether some keys are near-equal.
 __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate, float scale, float beta, int valid,
                                               int lane) {
     const int g = lane >> 2, c = lane & 3;
@@ -195,9 +194,9 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         collinear |= fabsf(m[0][2 + e]) > kCollinear;
         collinear |= 2 * c + e < g && fmaxf(fabsf(m[0][e]), fabsf(m[1][2 + e])) > kCollinear;
     }
-    store_float2(scratch + (g * kStride + 2 * c) * 4, m[0][0], m[0][1]);
-    store_float2(scratch + ((g + 8) * kStride + 2 * c) * 4, m[0][2], m[0][3]);
-    store_float2(scratch + ((g + 8) * kStride + 8 + 2 * c) * 4, m[1][2], m[1][3]);
+    store_float2(scratch + (g * kScratchStride + 2 * c) * 4, m[0][0], m[0][1]);
+    store_float2(scratch + ((g + 8) * kScratchStride + 2 * c) * 4, m[0][2], m[0][3]);
+    store_float2(scratch + ((g + 8) * kScratchStride + 8 + 2 * c) * 4, m[1][2], m[1][3]);
     __syncwarp();
     const int column = lane & 15;
     float x[kChunkTokens];
@@ -206,7 +205,7 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         float even = r == column ? 1.f : 0.f, odd = 0.f;
 #pragma unroll
         for (int k4 = 0; 4 * k4 < r; ++k4) {
-            const float4 row = load_float4(scratch + (r * kStride + 4 * k4) * 4);
+            const float4 row = load_float4(scratch + (r * kScratchStride + 4 * k4) * 4);
             even = fmaf(-row.x, x[4 * k4], even);
             if (4 * k4 + 1 < r) odd = fmaf(-row.y, x[4 * k4 + 1], odd);
             if (4 * k4 + 2 < r) even = fmaf(-row.z, x[4 * k4 + 2], even);

@@ -1,0 +1,31 @@
+// Shared-memory plan of a forward kernel: shared by its source and by the host code that launches it.
+#pragma once
+
+#include "kernels/common/params.h"
+#include "kernels/common/slot.h"
+
+namespace flash_kda {
+
+inline constexpr int kScanWarps = kHeadDim / 16;  // each owns 16 rows of V of the state
+// Row stride of the fp32 matrix in a prepare warp's scratch: 20 floats keep its fragment stores at two lanes a bank.
+inline constexpr int kScratchStride = 20;
+inline constexpr int kScratchBytes = kChunkTokens * kScratchStride * 4;
+inline constexpr int kBarriersPerStage = 3;
+
+template <int kStages_, int kPrepareWarps_>
+struct Ring {
+    static constexpr int kStages = kStages_;  // slots of the ring
+    static constexpr int kPrepareWarps = kPrepareWarps_;
+    static constexpr int kWarps = kScanWarps + kPrepareWarps + 1;  // the last one moves data
+    static constexpr int kThreads = kWarps * 32;
+
+    static constexpr int kBiasOffset = kStages * slot::kBytes;
+    static constexpr int kScratchOffset = kBiasOffset + kHeadDim * 4;
+    static constexpr int kBarrierOffset = kScratchOffset + kPrepareWarps * kScratchBytes;
+    static constexpr int kFlagOffset = kBarrierOffset + kStages * kBarriersPerStage * 8;
+    static constexpr int kSharedBytes = kFlagOffset + kStages * 4;
+    // Dynamic shared memory starts at an address that the compiler may not place on 1024 bytes: room to align.
+    static constexpr int kDynamicSharedBytes = kSharedBytes + slot::kAlignment;
+};
+
+}  // namespace flash_kda

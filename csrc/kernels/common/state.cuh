@@ -1,0 +1,98 @@
+// The state S [V, K] in fp32 registers, and the small products of the state step.
+#pragma once
+
+#include "kernels/common/ptx.cuh"
+#include "kernels/common/slot.h"
+
+namespace flash_kda {
+
+// One warp's 16 rows of V. s[j] covers channels 8j..8j+7; with g = lane/4 and c = lane%4 a lane holds rows g, g+8 and columns 2c, 2c+1: an
+// mma accumulator, and as consecutive registers a wgmma accumulator.
+using State = float[16][4];
+
+template <bool kFp32>
+__device__ __forceinline__ float2 load_state_pair(const void* base, long long index) {
+    if constexpr (kFp32) {
+        return *reinterpret_cast<const float2*>(static_cast<const float*>(base) + index);
+    } else {
+        const uint32_t pair = *reinterpret_cast<const uint32_t*>(static_cast<const unsigned short*>(base) + index);
+        return {bf16_low(pair), bf16_high(pair)};
+    }
+}
+
+template <bool kFp32>
+__device__ __forceinline__ void load_state(State& s, const void* base, long long index) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        const float2 low = load_state_pair<kFp32>(base, index + 8 * j), high = load_state_pair<kFp32>(base, index + 8 * j + 8 * kHeadDim);
+        s[j][0] = low.x, s[j][1] = low.y, s[j][2] = high.x, s[j][3] = high.y;
+    }
+}
+
+__device__ __forceinline__ void store_state(const State& s, void* base, bool fp32, long long index) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const long long at = index + 8 * j + r * 8 * kHeadDim;
+            if (fp32) {
+                *reinterpret_cast<float2*>(static_cast<float*>(base) + at) = {s[j][2 * r], s[j][2 * r + 1]};
+            } else {
+                *reinterpret_cast<uint32_t*>(static_cast<unsigned short*>(base) + at) = pack_bf16(s[j][2 * r], s[j][2 * r + 1]);
+            }
+        }
+    }
+}
+
+// d += a * [t][s]^T for a 16x16 block matrix: columns 0-7 into d[0], 8-15 into d[1].
+__device__ __forceinline__ void multiply_block_matrix(float (&d)[2][4], const uint32_t (&a)[4], const uint32_t (&blocks)[4]) {
+    mma(d[0], a, blocks[0], blocks[1]);
+    mma(d[1], a, blocks[2], blocks[3]);
+}
+
+__device__ __forceinline__ void pack_fragment(uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
+    a[0] = pack_bf16(low[0], low[1]);
+    a[1] = pack_bf16(low[2], low[3]);
+    a[2] = pack_bf16(high[0], high[1]);
+    a[3] = pack_bf16(high[2], high[3]);
+}
+
+// What rounding to bf16 left over, itself in bf16.
+__device__ __forceinline__ void pack_fragment_rest(uint32_t (&rest)[4], const uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
+    rest[0] = pack_bf16(low[0] - bf16_low(a[0]), low[1] - bf16_high(a[0]));
+    rest[1] = pack_bf16(low[2] - bf16_low(a[1]), low[3] - bf16_high(a[1]));
+    rest[2] = pack_bf16(high[0] - bf16_low(a[2]), high[1] - bf16_high(a[2]));
+    rest[3] = pack_bf16(high[2] - bf16_low(a[3]), high[3] - bf16_high(a[3]));
+}
+
+// Where this lane addresses its scan warp's 16 columns of V, and of O, as four 8x8 matrices of [t][v]:
+// (tokens 0-7, v 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+__device__ __forceinline__ uint32_t value_offset(int warp, int lane) {
+    const uint32_t row = (lane & 7) + (lane >> 4) * 8;
+    return (warp >> 2) * slot::kPanelStride + row * 128 + ((((warp & 3) * 2 + ((lane >> 3) & 1)) ^ (row & 7)) << 4);
+}
+
+// Offset in elements of a scan warp's first pair of this lane, in a state that starts at `state_index`.
+__device__ __forceinline__ long long state_pair_index(long long state_index, int warp, int lane) {
+    return state_index + (warp * 16 + (lane >> 2)) * kHeadDim + 2 * (lane & 3);
+}
+
+__device__ __forceinline__ void load_initial_state(State& s, const ForwardParams& p, long long index) {
+    if (p.initial_state == nullptr) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) s[j][r] = 0.f;
+        }
+    } else if (p.initial_is_fp32) {
+        load_state<true>(s, p.initial_state, index);
+    } else {
+        load_state<false>(s, p.initial_state, index);
+    }
+}
+
+__device__ __forceinline__ void store_final_state(const State& s, const ForwardParams& p, long long index) {
+    if (p.final_state != nullptr) store_state(s, p.final_state, p.final_is_fp32, index);
+}
+
+}  // namespace flash_kda
