@@ -51,7 +51,9 @@ def _archs(as_json: bool) -> int:
         print(json.dumps({"cubins": [cubin._asdict() for cubin in cubins], "build": record}, indent=1))
         return doctor.GOOD
     for cubin in cubins:
-        print(f"{cubin.unit:<10}{cubin.arch:<6}for compute capability {device_code.serves(cubin.arch):<20}{cubin.size:>8} bytes")
+        print(
+            f"{cubin.unit:<10}{cubin.arch:<6}for compute capability {device_code.serves(cubin.arch):<20}{cubin.size:>8} bytes"
+        )
         print(f"          sha256 {cubin.sha256}")
     return doctor.GOOD
 

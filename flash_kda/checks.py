@@ -103,6 +103,8 @@ def check(
         _bad_q(q)
     B, T, H, _ = shape
     device = q.device
+    if not q.is_cuda and device.type != "cpu":
+        raise ValueError(f"q: expected a CUDA or CPU tensor, got one on {device}")
 
     # q, k, v, g, out: bf16, shaped as q, last dimension dense, every row 16-byte aligned. Mostly all have the strides of q.
     q_steps = q.stride()
@@ -300,7 +302,9 @@ def _share(a: Tensor, b: Tensor) -> bool:
     """
     if a.numel() == 0 or b.numel() == 0:
         return False
-    for pitch in {stride * a.element_size() for stride in a.stride()} & {stride * b.element_size() for stride in b.stride()}:
+    for pitch in {stride * a.element_size() for stride in a.stride()} & {
+        stride * b.element_size() for stride in b.stride()
+    }:
         if pitch:
             offset = (b.data_ptr() - a.data_ptr()) % pitch
             if _width(a, pitch) <= offset and offset + _width(b, pitch) <= pitch:
@@ -328,8 +332,14 @@ def _check_overlap(written: str, tensor: Tensor | None, others: dict[str, Tensor
         same = other.data_ptr() == tensor.data_ptr() and other.dtype is tensor.dtype
         if written == "final_state" and name == "initial_state" and same:
             continue
-        allowed = " (only the very same tensor may serve as both)" if {written, name} == {"final_state", "initial_state"} else ""
-        raise ValueError(f"{written}: expected memory of its own, but it overlaps {name}{allowed}; pass a separate tensor")
+        allowed = (
+            " (only the very same tensor may serve as both)"
+            if {written, name} == {"final_state", "initial_state"}
+            else ""
+        )
+        raise ValueError(
+            f"{written}: expected memory of its own, but it overlaps {name}{allowed}; pass a separate tensor"
+        )
 
 
 def _ranges_meet(a: Tensor, b: Tensor) -> bool:
@@ -363,7 +373,9 @@ def _not_tensors(**arguments: Any) -> NoReturn:
         hint = "; the final state is written in place, so pass a tensor [N, H, V, K] to receive it, or None"
     elif name in ("A_log", "dt_bias") and value is None:
         hint = f"; pass torch.zeros for a gate without {name}"
-    raise TypeError(f"{name}: expected a torch.Tensor{' or None' if name in optional else ''}, got {type(value).__name__}{hint}")
+    raise TypeError(
+        f"{name}: expected a torch.Tensor{' or None' if name in optional else ''}, got {type(value).__name__}{hint}"
+    )
 
 
 def _number(name: str, value: Any, usual: str) -> float:
@@ -378,7 +390,9 @@ def _number(name: str, value: Any, usual: str) -> float:
     return float(value)
 
 
-_TRANSPOSED = "The usual mistake is [B, H, T, D]: tokens come before heads here; pass x.transpose(1, 2) for q, k, v, g and out."
+_TRANSPOSED = (
+    "The usual mistake is [B, H, T, D]: tokens come before heads here; pass x.transpose(1, 2) for q, k, v, g and out."
+)
 
 
 def _heads_before_tokens(q: Tensor, A_log: Tensor) -> bool:
@@ -452,7 +466,9 @@ def _bad_A_log(A_log: Tensor, q: Tensor) -> NoReturn:
 
 def _bad_dt_bias(dt_bias: Tensor, H: int, device: torch.device) -> NoReturn:
     if list(dt_bias.shape) not in ([H, HEAD_DIM], [H * HEAD_DIM]):
-        message = f"dt_bias: expected {[H, HEAD_DIM]} or [{H * HEAD_DIM}] ([H, K] or [H * K]), got {list(dt_bias.shape)}."
+        message = (
+            f"dt_bias: expected {[H, HEAD_DIM]} or [{H * HEAD_DIM}] ([H, K] or [H * K]), got {list(dt_bias.shape)}."
+        )
         if dt_bias.numel() == H * HEAD_DIM:
             message += f" Pass dt_bias.view({H}, {HEAD_DIM}) if heads come first in it."
         elif list(dt_bias.shape) == [H]:
@@ -494,7 +510,9 @@ def _bad_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> NoReturn:
 def _bad_state(name: str, tensor: Tensor, N: int, H: int, device: torch.device, cu_seqlens: Tensor | None) -> NoReturn:
     if tensor.shape != (N, H, HEAD_DIM, HEAD_DIM):
         source = "B" if cu_seqlens is None else "len(cu_seqlens) - 1"
-        message = f"{name}: expected [N, H, V, K] = {[N, H, HEAD_DIM, HEAD_DIM]} with N = {source}, got {list(tensor.shape)}."
+        message = (
+            f"{name}: expected [N, H, V, K] = {[N, H, HEAD_DIM, HEAD_DIM]} with N = {source}, got {list(tensor.shape)}."
+        )
         if tensor.dim() == 3 and N == 1:
             message += f" Pass {name}.unsqueeze(0)."
         elif tensor.dim() == 4 and tensor.shape[0] != N and cu_seqlens is not None:

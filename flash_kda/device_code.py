@@ -10,7 +10,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["Choice", "Cubin", "Gpu", "build_record", "choose", "embedded", "gpus", "is_available", "native", "runs", "serves"]
+__all__ = [
+    "Choice",
+    "Cubin",
+    "Gpu",
+    "build_record",
+    "choose",
+    "embedded",
+    "gpus",
+    "is_available",
+    "native",
+    "runs",
+    "serves",
+]
 
 
 class Cubin(NamedTuple):

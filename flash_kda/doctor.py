@@ -40,7 +40,9 @@ def examine() -> dict[str, Any]:
         report["module"] = {"loaded": False, "reason": str(error)}
     else:
         report["driver"] = {**module.driver(), "kernel_module": kernel_driver_version()}
-        report["cubins"] = [{**cubin._asdict(), "runs_on": device_code.serves(cubin.arch)} for cubin in device_code.embedded()]
+        report["cubins"] = [
+            {**cubin._asdict(), "runs_on": device_code.serves(cubin.arch)} for cubin in device_code.embedded()
+        ]
         report["gpus"] = [_gpu(gpu) for gpu in device_code.gpus()]
     report["self_check"] = _self_check(report)
     report["exit_code"], report["verdict"] = _verdict(report)
@@ -69,7 +71,10 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
         if driver["loaded"]:
             number = driver["version"]
             kernel = driver["kernel_module"]
-            yield row("driver", f"CUDA {number // 1000}.{number % 1000 // 10}" + (f", kernel module {kernel}" if kernel else ""))
+            yield row(
+                "driver",
+                f"CUDA {number // 1000}.{number % 1000 // 10}" + (f", kernel module {kernel}" if kernel else ""),
+            )
         else:
             yield row("driver", f"not found: {driver['reason']}")
         yield row("machine code", "" if report["cubins"] else "none embedded")
@@ -81,7 +86,9 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
         if not report["gpus"]:
             yield row("GPUs", "none visible")
         for gpu in report["gpus"]:
-            yield row(f"GPU {gpu['ordinal']}", f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sm_count']} SMs")
+            yield row(
+                f"GPU {gpu['ordinal']}", f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sm_count']} SMs"
+            )
             yield f"    uses {gpu['kernel']}" if gpu["kernel"] else f"    no kernel: {gpu['reason']}"
             for other in gpu["not_used"]:
                 yield f"    not {other['unit']} {other['arch']}: {other['reason']}"
@@ -159,7 +166,11 @@ def _self_check(report: dict[str, Any]) -> list[dict[str, Any]]:
     devices = [f"cuda:{gpu['ordinal']}" for gpu in usable] if torch.cuda.is_available() else []
     checks = []
     for device in devices or ["cpu"]:
-        what = f"kernel on {device} against the fp64 recurrence" if devices else "chunked reference against the fp64 recurrence"
+        what = (
+            f"kernel on {device} against the fp64 recurrence"
+            if devices
+            else "chunked reference against the fp64 recurrence"
+        )
         try:
             error = _compare(device)
         except Exception as failure:  # whatever breaks a call belongs in the report
@@ -210,7 +221,10 @@ def _verdict(report: dict[str, Any]) -> tuple[int, str]:
     if not report["cubins"]:
         return BROKEN, "BROKEN: the compiled module carries no machine code"
     if not report["torch"]["version"]:
-        return NO_TORCH, "INCOMPLETE: the installation is in order, but torch >= 2.4 is needed to run it; nothing was run"
+        return (
+            NO_TORCH,
+            "INCOMPLETE: the installation is in order, but torch >= 2.4 is needed to run it; nothing was run",
+        )
     failed = [check["what"] for check in report["self_check"] if not check["passed"]]
     if failed:
         return BROKEN, f"BROKEN: self-check failed: {', '.join(failed)}"
@@ -219,7 +233,10 @@ def _verdict(report: dict[str, Any]) -> tuple[int, str]:
         why = report["gpus"][0]["reason"] if report["gpus"] else "no GPU is visible"
         return REFERENCE_ONLY, f"CPU REFERENCE ONLY: the installation is in order, but no kernel can run here: {why}"
     if not report["torch"]["cuda"]:
-        return REFERENCE_ONLY, "CPU REFERENCE ONLY: this torch is built without CUDA, so it cannot hold tensors on the GPU"
+        return (
+            REFERENCE_ONLY,
+            "CPU REFERENCE ONLY: this torch is built without CUDA, so it cannot hold tensors on the GPU",
+        )
     if not any("cuda" in check["what"] for check in report["self_check"]):
         return (
             REFERENCE_ONLY,

@@ -229,7 +229,9 @@ def _blocks(x: _Inputs, sequences: list[tuple[int, int, int]], dtype: torch.dtyp
         active = [s for s in sequences if s[2] > done]
         tokens = max(limit // (len(active) * heads * K) // CHUNK, 1) * CHUNK
         tokens = min(tokens, -(-(longest - done) // CHUNK) * CHUNK)
-        batch, begin, length = (torch.tensor(column, dtype=torch.int64, device=device).unsqueeze(1) for column in zip(*active))
+        batch, begin, length = (
+            torch.tensor(column, dtype=torch.int64, device=device).unsqueeze(1) for column in zip(*active)
+        )
         position = torch.arange(done, done + tokens, device=device).unsqueeze(0)
         valid = position < length
         token = torch.where(valid, begin + position, begin)

@@ -49,6 +49,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         return
     import record
 
-    count = {outcome: len(terminalreporter.stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped")}
+    count = {
+        outcome: len(terminalreporter.stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped")
+    }
     target = record.write(name, count["passed"], count["failed"] + count["error"], count["skipped"])
     terminalreporter.write_line(f"record: {target}")

@@ -141,7 +141,19 @@ def call(problem: Problem, out: Tensor | None, final_state: Tensor | None) -> tu
     if p.q.is_cuda:
         record.used_kernel(p.q.get_device())
     return flash_kda.fwd(
-        p.q, p.k, p.v, p.g, p.beta, p.scale, out, p.A_log, p.dt_bias, p.lower_bound, p.initial_state, final_state, p.cu_seqlens
+        p.q,
+        p.k,
+        p.v,
+        p.g,
+        p.beta,
+        p.scale,
+        out,
+        p.A_log,
+        p.dt_bias,
+        p.lower_bound,
+        p.initial_state,
+        final_state,
+        p.cu_seqlens,
     )
 
 
@@ -160,7 +172,9 @@ def rows_in_sequences(problem: Problem) -> Tensor:
 def oracle(problem: Problem, kind: str = "chunked") -> tuple[Tensor, Tensor]:
     p = problem
     function = {"chunked": reference.chunked, "recurrent": reference.recurrent}[kind]
-    return function(p.q, p.k, p.v, p.g, p.beta, p.scale, p.A_log, p.dt_bias, p.lower_bound, p.initial_state, p.cu_seqlens)
+    return function(
+        p.q, p.k, p.v, p.g, p.beta, p.scale, p.A_log, p.dt_bias, p.lower_bound, p.initial_state, p.cu_seqlens
+    )
 
 
 def distance(got: Tensor, expected: Tensor) -> float:
@@ -265,14 +279,17 @@ def check_fused_slices(device: str, T: int, H: int) -> None:
     assert expected_state is not None
     check_same(out.contiguous(), expected_out, "out of strided slices")
     check_same(state, expected_state, "state of strided slices")
-    assert bool((wide[:, :, : H * K] == 7.0).all()) and bool((wide[:, :, 2 * H * K :] == 7.0).all()), "written beside out"
+    beside = torch.cat([wide[:, :, : H * K], wide[:, :, 2 * H * K :]], -1)
+    assert bool((beside == 7.0).all()), "written beside out"
     assert torch.equal(fused.nan_to_num(0.0), before.nan_to_num(0.0)), "the inputs were changed"
 
 
 def check_layouts(device: str) -> None:
     """Head-major memory, rows of a padded buffer and expanded inputs: read in place, same bits as dense copies."""
     problem = make(device, [50], 4, WEAK, seed=4)
-    head_major = problem.replace(**{n: getattr(problem, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkvg"})
+    head_major = problem.replace(
+        **{n: getattr(problem, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkvg"}
+    )
     expanded = problem.replace(
         q=problem.q[:, :, :1].expand(-1, -1, 4, -1),
         g=problem.g[:, :1].expand(-1, 50, -1, -1),
@@ -284,7 +301,8 @@ def check_layouts(device: str) -> None:
         assert any(not getattr(strided, n).is_contiguous() for n in ("q", "k", "v", "g", "beta"))
         out, state = run(strided)
         expected_out, expected_state = run(dense)
-        assert state is not None and expected_state is not None
+        assert state is not None
+        assert expected_state is not None
         check_same(out, expected_out, f"out, {name}")
         check_same(state, expected_state, f"state, {name}")
 
@@ -311,7 +329,8 @@ def check_state_in_place(device: str) -> None:
     for dtype in (FP32, BF16):
         problem = make(device, [40, 0, 23], 2, WEAK, initial=dtype, seed=5)
         out, state = run(problem, dtype)
-        assert problem.initial_state is not None and state is not None
+        assert problem.initial_state is not None
+        assert state is not None
         shared = problem.initial_state.clone()
         again, got = call(problem.replace(initial_state=shared), None, shared)
         assert got is shared
@@ -358,6 +377,7 @@ def check_offset_dtypes(device: str) -> None:
     assert wide.cu_seqlens is not None
     out, state = run(wide)
     narrow_out, narrow_state = run(wide.replace(cu_seqlens=wide.cu_seqlens.int()))
-    assert state is not None and narrow_state is not None
+    assert state is not None
+    assert narrow_state is not None
     check_same(narrow_out, out, "out")
     check_same(narrow_state, state, "state")

@@ -79,6 +79,9 @@ def driver_version() -> str:
     if found is not None:
         return found
     asked = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return asked.stdout.split("\n")[0].strip() or "unknown"

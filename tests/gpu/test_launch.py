@@ -259,7 +259,8 @@ def test_errors_on_the_gpu_launch_nothing() -> None:
         with pytest.raises((TypeError, ValueError)):
             cases.call(broken, out, state)
     torch.cuda.synchronize()
-    assert bool((out == 7.0).all()) and bool((state == 7.0).all())
+    assert bool((out == 7.0).all())
+    assert bool((state == 7.0).all())
 
 
 def test_host_time_of_a_call() -> None:
