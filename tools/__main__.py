@@ -1,7 +1,7 @@
 """python3 -m tools: everything a developer or a user does with this tree, on a bare Python."""
 
 import argparse
-import hashlib
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from tools import ROOT, build, device, host, settings, wheels
 from tools.archs import allowed, plan
 from tools.errors import BuildError, explain, os_error_text
 from tools.locks import DEVICE_CODE_LOCK, compare_with_lock, toolchain_digest, write_device_code_lock
-from tools.toolchain import DEVICE, HOST, WHEEL, fetch_all, obtain, source_of
+from tools.toolchain import DEVICE, HOST, fetch_all, obtain, source_of
 from tools.units import UNIT_BY_NAME, Unit
 from tools.venvs import Environment
 
@@ -23,7 +23,9 @@ def command_cubins(arguments: argparse.Namespace) -> None:
     if arguments.source:
         source = Path(arguments.source).resolve()
         unit = Unit(source.stem, source.name, chosen.archs)
-        jobs = [device.Job(unit, arch, source.parent, tuple(arguments.option), arguments.lineinfo) for arch in chosen.archs]
+        jobs = [
+            device.Job(unit, arch, source.parent, tuple(arguments.option), arguments.lineinfo) for arch in chosen.archs
+        ]
     else:
         for unit, arch in chosen.jobs():
             if not arguments.unit or unit.name in arguments.unit:
@@ -60,7 +62,11 @@ def command_plan(arguments: argparse.Namespace) -> None:
     rows += [("why", reason) for reason in chosen.reasons]
     rows += [
         ("device code", f"{len(jobs)} cubins: " + ", ".join(job.name for job in jobs)),
-        ("", f"{len(jobs) - len(todo)} are kept from an earlier build; {count} at a time ({device.free_memory() / 2**30:.0f} GB of memory free)"),
+        ("", f"{len(jobs) - len(todo)} of them are kept from an earlier build"),
+        (
+            "",
+            f"{count} at a time: {os.cpu_count()} cores, {device.free_memory() / 2**30:.0f} GB of memory free, 2 GB each",
+        ),
         ("host module", f"for Python {python.version}, with {host.compiler_name(python)}"),
         ("toolchain", source_of((DEVICE, HOST))),
         ("time", f"about {len(todo) * device.JOB_SECONDS // count + HOST_SECONDS} s, besides what pip downloads"),
@@ -73,31 +79,19 @@ def command_plan(arguments: argparse.Namespace) -> None:
 HOST_SECONDS = 20  # to compile and link the host module; the first time 60, since zig builds its C++ library
 
 
-def make_wheel(setting: str, output: Path) -> Path:
-    """Build, repair and check a wheel for this Python; returns its path in `output`."""
-    toolchain = obtain((DEVICE, HOST, WHEEL), log)
-    if settings.text(settings.CXX):
-        raise BuildError(f"{settings.CXX} is set: a wheel for others is made with the pinned compiler; unset it, or use pip wheel")
-    raw = wheels.build_raw(toolchain, build.BUILD / "wheel", setting, log)
-    wheel = wheels.repair(raw, toolchain, output)
-    found = wheels.problems(wheels.read_wheel(wheel))
-    if found:
-        raise BuildError(f"{wheel.name} is not fit to be released: {'; '.join(found)}")
-    log(f"wheel: {wheel} ({wheel.stat().st_size / 1e6:.2f} MB, sha256 {hashlib.sha256(wheel.read_bytes()).hexdigest()})")
-    return wheel
-
-
 REQUIREMENTS = ROOT / "tools" / "test-requirements.txt"
 
 
 def command_wheel(arguments: argparse.Namespace) -> None:
     """Build a release wheel, install it into a fresh environment and let it check itself."""
-    wheel = make_wheel(arguments.archs, Path(arguments.out).absolute())
+    wheel = wheels.release(arguments.archs, Path(arguments.out).absolute(), log)
     environment = Environment(build.BUILD / "venv-wheel")
     log("installing it into a fresh environment" + ("" if arguments.no_torch else ", with torch"))
     environment.install(str(wheel), *(["--no-deps"] if arguments.no_torch else ["-c", str(REQUIREMENTS)]))
     # From another folder, since flash_kda/ of this tree would be imported here.
-    if environment.run("python", "-m", "flash_kda", "doctor", cwd=build.BUILD) != 0:
+    # 0 a kernel runs, 3 in order but without a GPU, 4 in order but without torch.
+    expected = (0, 3, 4) if arguments.no_torch else (0, 3)
+    if environment.run("python", "-m", "flash_kda", "doctor", cwd=build.BUILD) not in expected:
         raise BuildError(f"the doctor is not content with {wheel.name}; what it says is above")
     log(f"wheel: {wheel}")
 
@@ -105,15 +99,15 @@ def command_wheel(arguments: argparse.Namespace) -> None:
 def command_test(arguments: argparse.Namespace) -> int:
     """Build and install the wheel, then linters, types and all tests."""
     if sys.version_info < (3, 10):
-        raise BuildError(f"the tests need Python 3.10 or newer, this is {sys.version.split()[0]}; only building works with 3.9")
-    wheel = make_wheel("all", ROOT / "dist")
+        raise BuildError("the tests need Python 3.10 or newer; with 3.9 one can build and use flash_kda")
+    wheel = wheels.release("all", ROOT / "dist", log)
     environment = Environment(build.BUILD / "venv-test")
     log("installing the wheel and the test requirements into a fresh environment")
     environment.install(str(wheel), "-r", str(REQUIREMENTS))
     for name, command in checks():
         log(f"{name}: checking")
         if environment.run(*command, cwd=ROOT) != 0:
-            raise BuildError(f"{name} is not content, see above; python3 -m tools format mends what can be mended by itself")
+            raise BuildError(f"{name} is not content, see above; python3 -m tools format mends what it can")
     log("pytest")
     return environment.run("pytest", *arguments.pytest, cwd=ROOT, FLASH_KDA_TEST_WHEEL=str(wheel))
 
@@ -136,8 +130,8 @@ def native_sources() -> "list[str]":
 def command_format(arguments: argparse.Namespace) -> None:
     """Bring all sources into the form that the checks want."""
     environment = Environment(build.BUILD / "venv-format")
-    tools = [line for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines() if line.startswith(("ruff", "clang-format"))]
-    environment.install(*tools)
+    pins = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    environment.install(*(pin for pin in pins if pin.startswith(("ruff", "clang-format"))))
     files = arguments.files or ["."]
     python = [name for name in files if not name.endswith((".h", ".cpp", ".cuh", ".cu"))]
     native = [name for name in files if name not in python] if arguments.files else native_sources()
@@ -182,9 +176,13 @@ def parser() -> argparse.ArgumentParser:
     cubins.add_argument("--out", required=True, help="folder for UNIT.ARCH.cubin")
     cubins.add_argument("--unit", action="append", choices=sorted(UNIT_BY_NAME), help="only this unit; may be repeated")
     cubins.add_argument("--source", help="compile this .cu instead of the units, for experiments")
-    cubins.add_argument("--option", action="append", default=[], help="extra option for NVRTC, as --option=-DX=1; may be repeated")
+    cubins.add_argument(
+        "--option", action="append", default=[], help="extra option for NVRTC, as --option=-DX=1; may be repeated"
+    )
     cubins.add_argument("--keep-ptx", action="store_true", help="also write UNIT.ARCH.ptx")
-    cubins.add_argument("--lineinfo", action="store_true", help="line tables for profilers; holds paths of this machine")
+    cubins.add_argument(
+        "--lineinfo", action="store_true", help="line tables for profilers; holds paths of this machine"
+    )
     cubins.add_argument("--allow-spills", action="store_true", help="report register spills, but go on")
     cubins.set_defaults(run=command_cubins)
 
@@ -192,10 +190,14 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--archs", default="", help=f"{allowed()} (default: FLASH_KDA_CUDA_ARCHS, else auto)")
     sub.set_defaults(run=command_plan)
 
-    sub = commands.add_parser("wheel", help="build a release wheel, install it into a fresh environment, run its doctor")
+    sub = commands.add_parser(
+        "wheel", help="build a release wheel, install it into a fresh environment, run its doctor"
+    )
     sub.add_argument("--archs", default="all", help=f"{allowed()} (default: all)")
     sub.add_argument("--out", default=str(ROOT / "dist"), help="folder for the wheel (default: dist/)")
-    sub.add_argument("--no-torch", action="store_true", help="install without torch: quicker, and the doctor checks less")
+    sub.add_argument(
+        "--no-torch", action="store_true", help="install without torch: quicker, and the doctor checks less"
+    )
     sub.set_defaults(run=command_wheel)
 
     sub = commands.add_parser("test", help="build and install the wheel; linters, types, all tests")
@@ -209,7 +211,9 @@ def parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("lock", help="build all device code and write device-code.lock")
     sub.set_defaults(run=command_lock)
 
-    sub = commands.add_parser("toolchain", help="download the toolchain's wheels into a folder, for builds without network")
+    sub = commands.add_parser(
+        "toolchain", help="download the toolchain's wheels into a folder, for builds without network"
+    )
     sub.add_argument("--out", required=True, help="the folder")
     sub.set_defaults(run=command_toolchain)
 

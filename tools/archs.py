@@ -50,7 +50,9 @@ def plan(setting: str = "", gpus: "list[Gpu] | str | None" = None) -> Plan:
         if token not in ARCH_BY_NAME:
             raise BuildError(f"{settings.CUDA_ARCHS}={setting}: {_objection(token)}; allowed: {allowed()}")
     names = tuple(arch.name for arch in ARCHS if arch.name in tokens)
-    return Plan(",".join(names), names, tuple(f"sm_{name} was asked for ({ARCH_BY_NAME[name].serves})" for name in names))
+    return Plan(
+        ",".join(names), names, tuple(f"sm_{name} was asked for ({ARCH_BY_NAME[name].serves})" for name in names)
+    )
 
 
 def _objection(token: str) -> str:
@@ -108,7 +110,10 @@ def visible_gpus(library: str = "libcuda.so.1") -> "list[Gpu] | str":
         for index in range(count.value):
             device = ctypes.c_int()
             capability = []
-            ok = cuda.cuDeviceGet(ctypes.byref(device), index) == 0 and cuda.cuDeviceGetName(name, len(name), device) == 0
+            ok = (
+                cuda.cuDeviceGet(ctypes.byref(device), index) == 0
+                and cuda.cuDeviceGetName(name, len(name), device) == 0
+            )
             for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
                 ok = ok and cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) == 0
                 capability.append(value.value)

@@ -3,7 +3,6 @@
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
@@ -38,15 +37,17 @@ def check_lock(cubins: list[device.Cubin], log: Log = print) -> None:
     for difference in differences:
         log(f"device-code.lock: {difference}")
     if settings.flag(settings.ALLOW_UNLOCKED):
-        log(f"device code is not what device-code.lock says; {settings.ALLOW_UNLOCKED}=1 lets it pass, and the build record says so")
+        log(f"device-code.lock: {settings.ALLOW_UNLOCKED}=1 lets this pass, and the build record says so")
         return
     raise BuildError(
-        f"device code differs from device-code.lock ({'; '.join(differences)}); if the kernels or the toolchain were changed "
-        f"on purpose, renew it with: python3 -m tools lock"
+        f"device code differs from device-code.lock ({'; '.join(differences)}); if the kernels or the toolchain were "
+        "changed on purpose, renew it with: python3 -m tools lock"
     )
 
 
-def build_native(output_folder: Path, python: Optional[str] = None, base: Path = BUILD, setting: str = "", log: Log = print) -> Path:
+def build_native(
+    output_folder: Path, python: Optional[str] = None, base: Path = BUILD, setting: str = "", log: Log = print
+) -> Path:
     """Build flash_kda/_native for a Python (default: this one) into `output_folder`; returns the module's path."""
     chosen = plan(setting)
     target = host.describe_python(python) if python else host.describe_python()

@@ -1,11 +1,11 @@
 """Device code: each unit and architecture from CUDA C++ over PTX to a cubin, several at once, kept by the digest of its inputs."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +16,7 @@ from typing import Any, Optional
 
 from tools import ROOT, ptx, ptxas, settings
 from tools.errors import BuildError, explain
+from tools.process import capture, last_error
 from tools.toolchain import Log, Toolchain
 from tools.units import Unit
 
@@ -60,12 +61,13 @@ class Cubin:
     path: Path
     sha256: str
     size: int
-    resources: dict[str, dict[str, int]]
+    resources: ptxas.Resources
     warnings: list[str] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """What device-code.lock and the build record say about it."""
-        return {"unit": self.unit, "arch": self.arch, "sha256": self.sha256, "size": self.size, "functions": self.resources}
+        identity = {"unit": self.unit, "arch": self.arch, "sha256": self.sha256, "size": self.size}
+        return {**identity, "functions": self.resources}
 
 
 def sources(job: Job) -> list[Path]:
@@ -90,7 +92,7 @@ def sources(job: Job) -> list[Path]:
 def inputs_digest(job: Job, toolchain_digest: str) -> str:
     """sha256 over all that decides a cubin: our sources, the options, the toolchain and this recipe."""
     digest = hashlib.sha256()
-    recipe = [Path(__file__), *(Path(module.__file__ or "") for module in (ptx, ptxas)), Path(__file__).parent / "nvrtc.py"]
+    recipe = [Path(__file__).with_name(name) for name in ("device.py", "nvrtc.py", "ptx.py", "ptxas.py")]
     for path in (*sources(job), *recipe):
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     digest.update(json.dumps([job.unit.source, job.compiler_options, toolchain_digest]).encode())
@@ -118,7 +120,8 @@ def build(
             for future in finished:
                 cubin, seconds = future.result()
                 done[futures[future]] = cubin
-                log(f"device code [{len(done)}/{len(jobs)}] {describe(cubin)}, {'kept from before' if seconds is None else f'{seconds:.1f} s'}")
+                took = "kept from before" if seconds is None else f"{seconds:.1f} s"
+                log(f"device code [{len(done)}/{len(jobs)}] {describe(cubin)}, {took}")
                 for warning in cubin.warnings:
                     log(f"  {warning}")
     finally:
@@ -138,7 +141,7 @@ def build(
 def describe(cubin: Cubin) -> str:
     """One line: name, size, and for each function registers, spills and static shared memory."""
     functions = [
-        f"{name}: {f['registers']} registers, {f['spill_stores'] + f['spill_loads']} B spilled, {f['shared']} B static shared memory"
+        f"{name} {f['registers']} registers, {f['spill_stores'] + f['spill_loads']} B spilled, {f['shared']} B shared"
         for name, f in cubin.resources.items()
     ]
     return f"{cubin.unit} sm_{cubin.arch}: {cubin.size / 1024:.0f} KB; " + "; ".join(functions)
@@ -183,7 +186,9 @@ def _load(job: Job, folder: Path) -> Optional[Cubin]:
         code = (folder / "code.cubin").read_bytes()
         if hashlib.sha256(code).hexdigest() != record["sha256"]:
             return None
-        return Cubin(job.unit.name, job.arch, folder / "code.cubin", record["sha256"], len(code), record["functions"], record["warnings"])
+        found = Cubin(job.unit.name, job.arch, folder / "code.cubin", record["sha256"], len(code), record["functions"])
+        found.warnings = record["warnings"]
+        return found
     except (OSError, ValueError, KeyError):
         return None
 
@@ -194,10 +199,13 @@ def _compile(job: Job, toolchain: Toolchain, folder: Path) -> Cubin:
         warnings = run_nvrtc(job, toolchain, raw)
         clean.write_text(ptx.strip_unused_globals(raw.read_text(encoding="utf-8")), encoding="utf-8")
         raw.unlink()
-        resources, notes = ptxas.assemble(toolchain.ptxas, clean, cubin, job.arch, ("-lineinfo",) if job.lineinfo else ())
+        options = ("-lineinfo",) if job.lineinfo else ()
+        resources, notes = ptxas.assemble(toolchain.ptxas, clean, cubin, job.arch, options)
         code = cubin.read_bytes()
-        result = Cubin(job.unit.name, job.arch, cubin, hashlib.sha256(code).hexdigest(), len(code), resources, warnings + notes)
-        (folder / "record.json").write_text(json.dumps({**result.record(), "warnings": result.warnings}, indent=1), encoding="utf-8")
+        result = Cubin(job.unit.name, job.arch, cubin, hashlib.sha256(code).hexdigest(), len(code), resources)
+        result.warnings = warnings + notes
+        record = json.dumps({**result.record(), "warnings": result.warnings}, indent=1)
+        (folder / "record.json").write_text(record, encoding="utf-8")
         return result
 
 
@@ -205,19 +213,18 @@ def run_nvrtc(job: Job, toolchain: Toolchain, output: Path) -> list[str]:
     """Write the PTX of a job; returns the compiler's warnings. Raises BuildError with its first error."""
     includes = [f"--include-path={path}" for path in (job.root, SOURCES, *toolchain.device_includes)]
     script = Path(__file__).with_name("nvrtc.py")
+    source = job.root / job.unit.source
     # -I: neither the user's site-packages nor PYTHONPATH have a say in the compile.
-    command = [sys.executable, "-I", str(script), str(toolchain.nvrtc), str(job.root / job.unit.source), job.unit.source, str(output)]
+    command = [sys.executable, "-I", str(script), str(toolchain.nvrtc), str(source), job.unit.source, str(output)]
     with explain("cannot start the device compiler"):
-        result = subprocess.run(
-            [*command, *job.compiler_options, *includes], cwd=job.root, capture_output=True, text=True, errors="replace", check=False
-        )
+        result = capture([*command, *job.compiler_options, *includes], cwd=job.root)
     if result.returncode < 0:
         raise BuildError(
             f"the device compiler was killed (signal {-result.returncode}) at {job.name}: out of memory? set {settings.JOBS}=1; it needs 2 GB"
         )
     if result.returncode != 0:
         sys.stderr.write(result.stderr)
-        raise BuildError(f"{job.unit.source} does not compile for sm_{job.arch}: {ptxas.last_error(result.stderr)}")
+        raise BuildError(f"{job.unit.source} does not compile for sm_{job.arch}: {last_error(result.stderr)}")
     return [line.strip() for line in result.stderr.splitlines() if "warning" in line]
 
 
@@ -230,17 +237,17 @@ def job_count(wanted: int) -> int:
     return max(1, min(wanted, cores, free_memory() // JOB_MEMORY))
 
 
-def free_memory() -> int:
+def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that can be taken: what the kernel calls available, or less if a control group (container) leaves less."""
     free = JOB_MEMORY
-    try:
-        available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    with contextlib.suppress(OSError):
+        available = re.search(
+            r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(encoding="ascii"), re.MULTILINE
+        )
         free = int(available[1]) * 1024 if available else free
-    except OSError:
-        pass
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        try:
-            free = min(free, int(Path("/sys/fs/cgroup", limit).read_text()) - int(Path("/sys/fs/cgroup", used).read_text()))
-        except (OSError, ValueError):
-            continue  # no such controller, or "max": no limit
+    version_1 = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"
+    for limit, used in (("memory.max", "memory.current"), version_1):
+        # No such controller, or the limit is "max".
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
     return free

@@ -21,7 +21,7 @@ def project_version() -> str:
         text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     match = re.search(r'^version = "([^"]+)"$', text, re.MULTILINE)
     if not match:
-        raise BuildError("pyproject.toml has no line: version = \"...\"")
+        raise BuildError('pyproject.toml has no line: version = "..."')
     return match[1]
 
 
@@ -41,6 +41,17 @@ def build_record(plan: Plan, cubins: list[Cubin], toolchain: Toolchain, host: st
     return {**record, "commit": commit} if commit else record
 
 
+# The symbols are hidden: nothing of this is exported. The image is aligned, since the driver may read it in place.
+_BLOCK = r"""asm(
+    ".section .rodata.flash_kda_cubins,\"a\",@progbits\n"
+    ".balign 128\n"
+    ".globl {symbol}_begin\n.hidden {symbol}_begin\n{symbol}_begin:\n"
+    ".incbin \"{file}\"\n"
+    ".globl {symbol}_end\n.hidden {symbol}_end\n{symbol}_end:\n"
+    ".byte 0\n.text\n");
+"""
+
+
 def write_embedded(cubins: list[Cubin], record: dict[str, Any], folder: Path) -> Path:
     """Lay the cubins and embedded_cubins.cpp into `folder`; the .cpp must be compiled with `folder` as working directory.
 
@@ -53,14 +64,11 @@ def write_embedded(cubins: list[Cubin], record: dict[str, Any], folder: Path) ->
     cubins = sorted(cubins, key=lambda cubin: (cubin.unit, order.index(cubin.arch)))
     blocks, externs, rows = [], [], []
     for cubin in cubins:
-        arch, symbol, file = ARCH_BY_NAME[cubin.arch], f"flash_kda_cubin_{cubin.unit}_{cubin.arch}", f"{cubin.unit}.{cubin.arch}.cubin"
+        arch, file = ARCH_BY_NAME[cubin.arch], f"{cubin.unit}.{cubin.arch}.cubin"
+        symbol = f"flash_kda_cubin_{cubin.unit}_{cubin.arch}"
         with explain(f"cannot write into {folder}"):
             shutil.copyfile(cubin.path, folder / file)
-        # 128: the driver copies the image, but a reader may map it in place. Local symbols: nothing of this is exported.
-        blocks.append(
-            f'asm(".section .rodata.flash_kda_cubins,\\"a\\",@progbits\\n.balign 128\\n.hidden {symbol}_begin\\n.globl {symbol}_begin\\n{symbol}_begin:\\n'
-            f'.incbin \\"{file}\\"\\n.hidden {symbol}_end\\n.globl {symbol}_end\\n{symbol}_end:\\n.byte 0\\n.text\\n");'
-        )
+        blocks.append(_BLOCK.format(symbol=symbol, file=file))
         externs.append(f"extern const unsigned char {symbol}_begin[], {symbol}_end[];")
         rows.append(
             f'    {{"{cubin.unit}", "{cubin.arch}", {arch.major}, {arch.minor_first}, {arch.minor_last},\n     "{cubin.sha256}",\n'

@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from tools import ROOT, settings
 from tools.errors import BuildError, explain
 from tools.locks import read_toolchain_lock
-from tools.ptxas import last_error
+from tools.process import capture, last_error
 from tools.toolchain import Toolchain
 
 FLAGS = (
@@ -49,14 +48,16 @@ def describe_python(executable: str = sys.executable) -> Python:
         "s.get_path('include'), s.get_config_var('EXT_SUFFIX'), platform.machine(), platform.system()]))"
     )
     with explain(f"cannot run {executable}"):
-        result = subprocess.run([executable, "-c", script], capture_output=True, text=True, check=False)
+        result = capture([executable, "-c", script])
     if result.returncode != 0:
         raise BuildError(f"{executable} does not work as a Python: {last_error(result.stderr)}")
     version, include, suffix, machine, system = json.loads(result.stdout)
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
         raise BuildError(f"flash_kda is built on Linux x86_64 and aarch64, not on {system} {machine}")
     if not Path(include, "Python.h").is_file():
-        raise BuildError(f"{executable} (Python {version}) has no Python.h in {include}; install its development headers (python3-dev)")
+        raise BuildError(
+            f"Python {version} ({executable}) has no {include}/Python.h; install its headers (python3-dev)"
+        )
     return Python(executable, version, include, suffix, machine)
 
 
@@ -102,7 +103,7 @@ def _target(python: Python) -> str:
 
 
 # Variables that make a compiler look elsewhere or write something else.
-_STEERING = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPPFLAGS")
+_STEERING = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH")
 
 
 def module_sources() -> list[Path]:
@@ -120,11 +121,11 @@ def build_module(python: Python, cxx: Compiler, toolchain: Toolchain, embedded: 
     for path in (toolchain.pybind11_include, python.include, toolchain.cuda_include):
         includes += ["-isystem", str(path)]
     # The value that __FILE__ and friends take must not depend on where the build is.
-    maps = [f"-ffile-prefix-map={ROOT}=.", f"-ffile-prefix-map={folder}=.", f"-ffile-prefix-map={toolchain.scratch.parent}=."]
+    maps = [f"-ffile-prefix-map={path}=." for path in (folder, ROOT, toolchain.scratch.parent)]
     sources = [*module_sources(), embedded]
 
     def compile_one(source: Path) -> Path:
-        target = folder / (source.stem + ".o") if source.parent != ROOT / "csrc" / "host" else folder / f"host_{source.stem}.o"
+        target = folder / f"{source.parent.name}_{source.stem}.o"
         run([*cxx.command, *FLAGS, *maps, *includes, "-c", str(source), "-o", str(target)], cxx, folder, source.name)
         return target
 
@@ -144,7 +145,7 @@ def build_module(python: Python, cxx: Compiler, toolchain: Toolchain, embedded: 
 def run(command: list[str], cxx: Compiler, folder: Path, what: str) -> None:
     """Run the compiler in `folder`; its warnings go through, an error ends the build with its first line."""
     with explain(f"cannot start the host compiler {command[0]}"):
-        result = subprocess.run(command, cwd=folder, env=cxx.environment, capture_output=True, text=True, errors="replace", check=False)
+        result = capture(command, cwd=folder, env=cxx.environment)
     if result.stderr:
         sys.stderr.write(result.stderr)
     if result.returncode != 0:

@@ -76,16 +76,23 @@ def compare_with_lock(built: list[dict[str, Any]], path: Path = DEVICE_CODE_LOCK
         if wanted is None:
             differences.append(f"{key}: not in the lock")
         elif wanted != cubin:
-            fields = [f"{f} {_short(wanted.get(f))} -> {_short(cubin.get(f))}" for f in cubin if wanted.get(f) != cubin[f]]
-            differences.append(f"{key}: " + ", ".join(fields))
+            before, after = _flat(wanted), _flat(cubin)
+            changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+            differences.append(
+                f"{key}: " + ", ".join(f"{name} {before.get(name)} -> {after.get(name)}" for name in changed)
+            )
     return differences
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        value = json.dumps(value, sort_keys=True)
-    text = str(value)
-    return text[:12] if re.fullmatch(r"[0-9a-f]{64}", text) else text
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"functions": {"f": {"registers": 1}}} as {"f registers": 1}, and digests cut to what a person compares."""
+    flat = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, "" if name == "functions" else f"{prefix}{name} "))
+        else:
+            flat[prefix + name] = value[:12] if name == "sha256" else value
+    return flat
 
 
 def write_device_code_lock(built: list[dict[str, Any]], path: Path = DEVICE_CODE_LOCK) -> None:

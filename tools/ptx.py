@@ -20,15 +20,8 @@ def strip_unused_globals(ptx: str, keep: frozenset[str] = frozenset()) -> str:
     """
     while True:
         uses = Counter(_NAME.findall(ptx))
-        dropped = 0
-
-        def drop(match: "re.Match[str]") -> str:
-            nonlocal dropped
-            if uses[match[1]] > 1 or match[1] in keep:
-                return match[0]
-            dropped += 1
-            return ""
-
-        ptx = _GLOBAL.sub(drop, ptx)
-        if not dropped:
+        unused = {name for name, count in uses.items() if count == 1} - keep
+        stripped = _GLOBAL.sub(lambda match: "" if match[1] in unused else match[0], ptx)  # noqa: B023, used at once
+        if stripped == ptx:
             return ptx
+        ptx = stripped

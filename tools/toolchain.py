@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -25,6 +24,7 @@ from typing import Callable, Optional
 from tools import settings
 from tools.errors import BuildError, explain
 from tools.locks import Pin, read_toolchain_lock, toolchain_digest
+from tools.process import capture
 
 DEVICE, HOST, WHEEL = "device", "host", "wheel"
 Log = Callable[[str], None]
@@ -176,9 +176,8 @@ def source_of(roles: Iterable[str]) -> str:
         return f"the cache {store}, whole"
     names = ", ".join(pin.name for pin in missing)
     size = sum(CONTENTS[pin.name].megabytes for pin in missing)
-    return (
-        f"pip download of {len(missing)} packages, {size} MB, with your pip configuration ({names}), unpacked into {store}"
-    )
+    what = f"{len(missing)} packages, {size} MB ({names})"
+    return f"pip download of {what}, with your pip configuration, unpacked into {store}"
 
 
 def fetch_all(folder: Path, log: Log = print) -> list[Path]:
@@ -237,9 +236,7 @@ def download(pin: Pin, folder: Path) -> Path:
     arguments = ["download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:", "--dest", str(folder)]
     arguments += ["--disable-pip-version-check", "--no-input", "-r", str(requirements)]
     environment = {name: value for name, value in os.environ.items() if name != "PIP_NO_BINARY"}
-    result = subprocess.run(
-        [*pip_command(), *arguments], capture_output=True, text=True, errors="replace", env=environment, check=False
-    )
+    result = capture([*pip_command(), *arguments], env=environment)
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         raise BuildError(pip_failure(pin, result.stdout + result.stderr))
@@ -265,10 +262,11 @@ def pip_command() -> list[str]:
     # -I looks past PYTHONPATH, by which a build in isolation hides the pip that the Python itself has.
     for isolation in ([], ["-I"]):
         command = [sys.executable, *isolation, "-m", "pip"]
-        if subprocess.run([*command, "--version"], capture_output=True, check=False).returncode == 0:
+        if capture([*command, "--version"]).returncode == 0:
             return command
     raise BuildError(
-        f"{sys.executable} has no pip to download the toolchain with: install pip, or name a folder of wheels in {settings.TOOLCHAIN_DIR}"
+        f"{sys.executable} has no pip to download the toolchain with: install pip, or name a folder of wheels in "
+        f"{settings.TOOLCHAIN_DIR}"
     )
 
 
@@ -278,7 +276,8 @@ def unpack(wheel: Path, contents: Contents, folder: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             for info in archive.infolist():
-                if info.is_dir() or not info.filename.startswith(contents.keep) or re.search(contents.drop, info.filename):
+                wanted = info.filename.startswith(contents.keep) and not re.search(contents.drop, info.filename)
+                if info.is_dir() or not wanted:
                     continue
                 if info.filename.startswith("/") or ".." in info.filename.split("/"):
                     raise BuildError(f"{wheel.name} holds the unsafe path {info.filename}")

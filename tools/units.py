@@ -36,8 +36,11 @@ class Unit:
     source: str  # relative to csrc
     archs: tuple[str, ...]
     options: tuple[str, ...] = ()  # for NVRTC, besides those of tools/device.py
-    spills_allowed: frozenset[str] = field(default_factory=frozenset)   # entry points that may spill registers
+    spills_allowed: frozenset[str] = field(default_factory=frozenset)  # entry points that may spill registers
 
 
-UNITS = (Unit("portable", "kernels/portable/forward.cu", tuple(arch.name for arch in ARCHS)),)
+UNITS = (
+    Unit("sm90", "kernels/sm90/forward.cu", ("90a",)),
+    Unit("portable", "kernels/portable/forward.cu", tuple(arch.name for arch in ARCHS)),
+)
 UNIT_BY_NAME = {unit.name: unit for unit in UNITS}

@@ -17,13 +17,19 @@ from pathlib import Path
 from tools import ROOT, settings
 from tools.errors import BuildError, explain
 from tools.host import NEEDED, RPATH, RUNPATH, dynamic_strings
-from tools.ptxas import last_error
-from tools.toolchain import Log, Toolchain
+from tools.process import capture, last_error
+from tools.toolchain import DEVICE, HOST, WHEEL, Log, Toolchain, obtain
 
 SIZE_LIMIT = 5 * 1000 * 1000
 # 1980-01-01, the oldest time that a zip archive can say.
 OLDEST_ZIP_TIME = 315532800
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|libpthread|librt)\.so\.\d|ld-linux-(x86-64|aarch64)\.so\.\d")
+LICENSES = {
+    "LICENSE": b"MIT License",
+    "licenses/CUTLASS.txt": b"NVIDIA CORPORATION",
+    "licenses/pybind11.txt": b"Wenzel Jakob",
+    "licenses/zig.txt": b"Zig contributors",
+}
 # Places that a build happens in; none of them belongs into a wheel.
 LOCAL_PATH = re.compile(rb"/(home|root|tmp|work|build|github|Users)/[\w./-]+|/\.cache/")
 
@@ -53,6 +59,21 @@ def normalise(wheel: Path) -> None:
             part.unlink(missing_ok=True)
 
 
+def release(arch_setting: str, output: Path, log: Log = print) -> Path:
+    """Build, repair and check a wheel for this Python; returns its path in `output`. The wheel before repair stays in build/wheel."""
+    if settings.text(settings.CXX):
+        raise BuildError(f"{settings.CXX} is set, but a wheel for others is made with the pinned compiler; unset it")
+    toolchain = obtain((DEVICE, HOST, WHEEL), log)
+    raw = build_raw(toolchain, ROOT / "build" / "wheel", arch_setting, log)
+    wheel = repair(raw, toolchain, output)
+    found = problems(read_wheel(wheel))
+    if found:
+        raise BuildError(f"{wheel.name} is not fit to be released: {'; '.join(found)}")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    log(f"wheel: {wheel} ({wheel.stat().st_size / 1e6:.2f} MB, sha256 {digest})")
+    return wheel
+
+
 def build_raw(toolchain: Toolchain, output: Path, arch_setting: str, log: Log = print) -> Path:
     """Build the wheel with the pinned setuptools, out of reach of whatever is installed; returns its path."""
     script = "import sys; from setuptools import build_meta; print('wheel: ' + build_meta.build_wheel(sys.argv[1]))"
@@ -63,12 +84,18 @@ def build_raw(toolchain: Toolchain, output: Path, arch_setting: str, log: Log = 
     with explain(f"cannot write into {output}"):
         output.mkdir(parents=True, exist_ok=True)
     # -S: no site-packages, so no plugin of setuptools that happens to be there.
+    command = [sys.executable, "-S", "-c", script, str(output)]
     process = subprocess.Popen(
-        [sys.executable, "-S", "-c", script, str(output)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
-    lines = []
-    assert process.stdout is not None
-    for line in process.stdout:
+    lines: list[str] = []
+    for line in process.stdout or ():
         lines.append(line.rstrip("\n"))
         if line.startswith(("toolchain", "architectures", "device", "host module", "waiting", "registers")):
             log(lines[-1])
@@ -92,8 +119,8 @@ def repair(raw: Path, toolchain: Toolchain, output: Path) -> Path:
     for stale in before:
         if stale.name.split("-")[:3] == raw.name.split("-")[:3]:
             stale.unlink()
-    command = [sys.executable, "-S", "-m", "auditwheel", "repair", "--plat", platform, "--wheel-dir", str(output), str(raw)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    arguments = ["repair", "--plat", platform, "--wheel-dir", str(output), str(raw)]
+    result = capture([sys.executable, "-S", "-m", "auditwheel", *arguments], env=environment)
     made = [wheel for wheel in output.glob("*.whl") if wheel.name.split("-")[:3] == raw.name.split("-")[:3]]
     if result.returncode != 0 or len(made) != 1:
         raise BuildError(f"auditwheel refuses {raw.name} as {platform}: {last_error(result.stderr + result.stdout)}")
@@ -115,7 +142,7 @@ class Wheel:
     def metadata(self, file: str = "METADATA") -> dict[str, list[str]]:
         """Headers of METADATA or WHEEL, each a list since some repeat."""
         message = Parser().parsestr(self.members[f"{self.info}/{file}"].decode())
-        return {key: [str(value) for value in message.get_all(key, [])] for key in message.keys()}
+        return {key: [str(value) for value in message.get_all(key, [])] for key in set(message)}
 
     @property
     def modules(self) -> list[str]:
@@ -138,7 +165,7 @@ def problems(wheel: Wheel, released: bool = True) -> list[str]:
         found.append(f"metadata: Requires-Dist has no torch>=2.4: {metadata.get('Requires-Dist')}")
     if metadata.get("Requires-Python") != [">=3.9"]:
         found.append(f"metadata: Requires-Python is {metadata.get('Requires-Python')}, not >=3.9")
-    for file, words in (("LICENSE", b"MIT License"), ("licenses/CUTLASS.txt", b"NVIDIA"), ("licenses/pybind11.txt", b"Wenzel Jakob")):
+    for file, words in LICENSES.items():
         if words not in wheel.members.get(f"{wheel.info}/licenses/{file}", b""):
             found.append(f"licenses: {file} is not in the wheel")
     tags = wheel.metadata("WHEEL").get("Tag", [])
