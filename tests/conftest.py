@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 # An installed flash_kda is tested as it is; only without one does the source tree step in.
 if importlib.util.find_spec("flash_kda") is None:
     sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE / "gpu"))
+sys.path[:0] = [str(HERE / "gpu"), str(HERE / "cpu")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -330,7 +330,7 @@ def test_batched_slices_of_a_fused_buffer_with_out_among_them() -> None:
     assert taken.out_strides == (T * 4 * H * K, 4 * H * K, K)
     reaching_into_k = fused.view(-1)[2 * H * K - 8 :].as_strided((2, T - 1, H, K), parts["out"].stride())
     shorter = {name: call[name][:, : T - 1] for name in ("q", "k", "v", "g", "beta")}
-    with pytest.raises(ValueError, match="out: .* overlaps k"):
+    with pytest.raises(ValueError, match=r"out: .* overlaps k"):
         check(**{**call, **shorter, "out": reaching_into_k})
 
 
