@@ -62,7 +62,7 @@ WRONG = {
         lambda x, p: x.to("meta"),
     ],
     "v": [lambda x, p: x.int(), lambda x, p: torch.cat([x, x], 3), lambda x, p: x.tolist()],
-    "g": [lambda x, p: x.float(), lambda x, p: x[..., 0], lambda x, p: torch.cat([x, x], 1)[:, : x.shape[1] + 1]],
+    "g": [lambda x, p: x.float(), lambda x, p: x[..., 0], lambda x, p: x.unsqueeze(1)],
     "beta": [lambda x, p: x.float(), lambda x, p: x.unsqueeze(-1), lambda x, p: p.q],
     "A_log": [lambda x, p: x.to(BF16), lambda x, p: torch.cat([x, x]), lambda x, p: x.view(1, -1)],
     "dt_bias": [lambda x, p: x.double(), lambda x, p: x.unsqueeze(0), lambda x, p: x[:, :64]],
