@@ -6,6 +6,7 @@ Needs neither torch nor a driver: without a driver there are simply no devices.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -50,8 +51,9 @@ class Gpu(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a device would run: ``cubin``, or None and the ``reason`` why nothing fits."""
+    """What a device would run: ``kernel``, an entry point of ``cubin``; or None twice. ``reason`` says why, either way."""
 
+    kernel: str | None
     cubin: Cubin | None
     reason: str
 
@@ -116,25 +118,33 @@ def gpus() -> list[Gpu]:
 
 
 def choose(device: int = 0) -> Choice:
-    """The cubin that GPU ``device`` would run, or why there is none. Never raises."""
+    """The kernel that GPU ``device`` would run, or why there is none. Never raises.
+
+    The best that fits, unless the environment variable FLASH_KDA_KERNEL names another (a device keeps the kernel of its
+    first call).
+    """
     try:
         module = native()
     except RuntimeError as error:
-        return Choice(None, str(error))
+        return Choice(None, None, str(error))
     driver = module.driver()
     if not driver["loaded"]:
-        return Choice(None, f"no CUDA driver: {driver['reason']}")
+        return Choice(None, None, f"no CUDA driver: {driver['reason']}")
     count = module.device_count()
     if not 0 <= device < count:
-        return Choice(None, f"no device {device}: the driver shows {count}")
+        return Choice(None, None, f"no device {device}: the driver shows {count}")
     try:
         chosen = module.select(device)
     except RuntimeError as error:
-        return Choice(None, str(error))
+        return Choice(None, None, str(error))
+    forced = os.environ.get("FLASH_KDA_KERNEL")
+    reason = (
+        f"FLASH_KDA_KERNEL={forced} asks for it" if forced and forced != "auto" else "the best that fits this device"
+    )
     for cubin in embedded():
         if cubin.sha256 == chosen["sha256"] and cubin.unit == chosen["unit"] and cubin.arch == chosen["arch"]:
-            return Choice(cubin, "the most specific code for this device")
-    return Choice(None, f"the compiled module chose {chosen['unit']} {chosen['arch']}, which it does not list")
+            return Choice(chosen["kernel"], cubin, reason)
+    return Choice(None, None, f"the compiled module chose {chosen['unit']} {chosen['arch']}, which it does not list")
 
 
 def is_available(device: int = 0) -> bool:

@@ -89,7 +89,11 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
             yield row(
                 f"GPU {gpu['ordinal']}", f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sm_count']} SMs"
             )
-            yield f"    uses {gpu['kernel']}" if gpu["kernel"] else f"    no kernel: {gpu['reason']}"
+            if gpu["kernel"]:
+                cubin = gpu["cubin"]
+                yield f"    uses {gpu['kernel']}, {gpu['reason']} ({cubin['unit']} {cubin['arch']}, sha256 {cubin['sha256']})"
+            else:
+                yield f"    no kernel: {gpu['reason']}"
             for other in gpu["not_used"]:
                 yield f"    not {other['unit']} {other['arch']}: {other['reason']}"
     for check in report["self_check"]:
@@ -131,7 +135,7 @@ def kernel_driver_version() -> str | None:
 
 
 def _gpu(gpu: device_code.Gpu) -> dict[str, Any]:
-    cubin, reason = device_code.choose(gpu.ordinal)
+    kernel, cubin, reason = device_code.choose(gpu.ordinal)
     not_used = []
     for other in device_code.embedded():
         if other == cubin:
@@ -140,7 +144,7 @@ def _gpu(gpu: device_code.Gpu) -> dict[str, Any]:
         if not device_code.runs(other.arch, gpu.major, gpu.minor):
             why = f"runs on compute capability {runs_on}, and this is {gpu.capability}"
         elif cubin is not None:
-            why = f"would run, but {cubin.unit} {cubin.arch} is preferred"
+            why = f"would run, but {kernel} was chosen: {reason}"
         else:
             why = "see above"
         not_used.append({"unit": other.unit, "arch": other.arch, "reason": why})
@@ -150,7 +154,8 @@ def _gpu(gpu: device_code.Gpu) -> dict[str, Any]:
         "capability": gpu.capability,
         "sm_count": gpu.sm_count,
         "total_memory": gpu.total_memory,
-        "kernel": None if cubin is None else f"{cubin.unit} {cubin.arch} (sha256 {cubin.sha256})",
+        "kernel": kernel,
+        "cubin": None if cubin is None else cubin._asdict(),
         "reason": reason,
         "not_used": not_used,
     }

@@ -85,7 +85,7 @@ class FakeNative:
         name, major, minor = self.gpus[index]
         for cubin in self.cubins:
             if cubin["arch"][:-1] == f"{major}{minor}":
-                return {name: cubin[name] for name in ("unit", "arch", "sha256")}
+                return {**cubin, "kernel": f"{cubin['unit']}-wide"}
         raise RuntimeError(f"no code for {name} (compute capability {major}.{minor}) is embedded")
 
     def forward(

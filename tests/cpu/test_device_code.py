@@ -57,13 +57,14 @@ def test_what_code_runs_on(arch: str, capabilities: list[tuple[int, int]]) -> No
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, gpus=(H200, A100))
+    assert device_code.choose(0).kernel == "sm90-wide"
     assert device_code.choose(0).cubin == device_code.Cubin("sm90", "90a", "1" * 64, 40000)
     assert flash_kda.is_available()
-    chosen, reason = device_code.choose(1)
-    assert chosen is None
+    kernel, cubin, reason = device_code.choose(1)
+    assert kernel is cubin is None
     assert "A100" in reason
     assert not flash_kda.is_available(1)
-    assert device_code.choose(2) == (None, "no device 2: the driver shows 2")
+    assert device_code.choose(2) == (None, None, "no device 2: the driver shows 2")
     assert [(gpu.name, gpu.capability) for gpu in device_code.gpus()] == [
         ("NVIDIA H200", "9.0"),
         ("NVIDIA A100", "8.0"),
@@ -79,7 +80,15 @@ def test_choice_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_choice_without_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_code, "native", no_module)
-    assert device_code.choose() == (None, "flash_kda's compiled module is missing")
+    assert device_code.choose() == (None, None, "flash_kda's compiled module is missing")
+
+
+def test_a_forced_kernel_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    monkeypatch.setenv("FLASH_KDA_KERNEL", "sm90-wide")
+    assert device_code.choose().reason == "FLASH_KDA_KERNEL=sm90-wide asks for it"
+    monkeypatch.setenv("FLASH_KDA_KERNEL", "auto")
+    assert device_code.choose().reason == "the best that fits this device"
 
 
 # ---- doctor
@@ -102,8 +111,8 @@ def test_doctor_good(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     code, text = run(capsys, "doctor")
     assert code == doctor.GOOD == 0
     assert "GOOD: 1 GPU(s) ready, 1 without a kernel" in text
-    assert f"uses sm90 90a (sha256 {'1' * 64})" in text
-    assert "not portable 90a: would run, but sm90 90a is preferred" in text
+    assert f"uses sm90-wide, the best that fits this device (sm90 90a, sha256 {'1' * 64})" in text
+    assert "not portable 90a: would run, but sm90-wide was chosen: the best that fits this device" in text
     assert "not portable 120f: runs on compute capability 12.0 and later 12.x, and this is 9.0" in text
     assert "kernel on cuda:0 against the fp64 recurrence: relative error 4.0e-03, good" in text
     assert "cuda:1" not in text
@@ -112,11 +121,14 @@ def test_doctor_good(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 def test_doctor_family_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = use(monkeypatch, gpus=(SPARK,))
-    monkeypatch.setattr(module, "select", lambda index: {**module.CUBINS[2]}, raising=False)
+    monkeypatch.setattr(
+        module, "select", lambda index: {**module.CUBINS[2], "kernel": "portable-narrow"}, raising=False
+    )
     with_cuda_torch(monkeypatch, 4e-3)
     code, text = run(capsys, "doctor")
     assert code == 0
-    assert "uses portable 120f" in text
+    assert "uses portable-narrow" in text
+    assert "(portable 120f, " in text
 
 
 @pytest.mark.parametrize("error", [2e-2, float("nan"), float("inf")])
@@ -253,8 +265,8 @@ def test_the_real_module() -> None:
     driver = module.driver()
     assert set(driver) == {"loaded", "version", "reason"}
     assert len(device_code.gpus()) == module.device_count()
-    chosen, reason = device_code.choose(module.device_count())  # one too many
-    assert chosen is None
+    kernel, cubin, reason = device_code.choose(module.device_count())  # one too many
+    assert kernel is cubin is None
     assert reason
     with pytest.raises(RuntimeError):
         module.select(module.device_count())

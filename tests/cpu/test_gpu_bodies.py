@@ -107,6 +107,7 @@ def test_record(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_kda.device_code import Cubin
 
     monkeypatch.setattr(record, "cubins", {Cubin("portable", "90a", "ab" * 32, 1000)})
+    monkeypatch.setattr(record, "kernels", {"portable-wide"})
     monkeypatch.setattr(record, "errors", {})
     monkeypatch.setattr(record, "times_us", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
@@ -118,10 +119,16 @@ def test_record(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = record.write(str(tmp_path / "new" / "h200.json"), passed=3, failed=0, skipped=1)
     content = json.loads(target.read_text())
     assert content["cubins"] == [{"unit": "portable", "arch": "90a", "sha256": "ab" * 32}]
+    assert content["kernels"] == ["portable-wide"]
     assert content["tests"] == {"passed": 3, "failed": 0, "skipped": 1}
     assert content["errors"] == {"a case": {"out": 5.123e-3, "state": 4e-3}}
     assert content["times_us"] == {"a shape": 1234.6}
     assert {"gpu", "driver", "torch", "date"} <= content.keys()
+    other = {"cubins": content["cubins"], "kernels": ["sm90"], "errors": {"a case": {"out": 1e-3}}}
+    monkeypatch.setattr(record.device_code, "embedded", lambda: [Cubin("portable", "90a", "ab" * 32, 1000)])
+    record.merge(other, "sm90:")
+    assert record.kernels == {"portable-wide", "sm90"}
+    assert record.errors["sm90: a case"] == {"out": 1e-3}
     assert record.path("h200") == record.RECORDS / "h200.json"
     assert record.path("somewhere/x.json").parts == ("somewhere", "x.json")
 

@@ -17,7 +17,8 @@ from flash_kda import device_code
 
 RECORDS = Path(__file__).resolve().parent / "records"
 
-cubins: set[device_code.Cubin] = set()
+cubins: set[device_code.Cubin] = set()  # what was exercised, not what is embedded
+kernels: set[str] = set()  # entry points of these
 errors: dict[str, dict[str, float]] = {}
 times_us: dict[str, float] = {}
 
@@ -30,9 +31,19 @@ def used_kernel(device: int) -> None:
     if device in _asked:
         return
     _asked.add(device)
-    cubin, reason = device_code.choose(device)
+    kernel, cubin, reason = device_code.choose(device)
+    assert kernel is not None, reason
     assert cubin is not None, reason
+    kernels.add(kernel)
     cubins.add(cubin)
+
+
+def merge(other: dict[str, Any], prefix: str) -> None:
+    """Add the record of a run in another process; its cases get a prefix."""
+    for entry in other["cubins"]:
+        cubins.update(c for c in device_code.embedded() if c.sha256 == entry["sha256"] and c.unit == entry["unit"])
+    kernels.update(other["kernels"])
+    errors.update({f"{prefix} {case}": values for case, values in other["errors"].items()})
 
 
 def error(case: str, **values: float) -> None:
@@ -59,6 +70,7 @@ def content(passed: int, failed: int, skipped: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "cubins": [{"unit": c.unit, "arch": c.arch, "sha256": c.sha256} for c in sorted(cubins)],
+        "kernels": sorted(kernels),
         "tests": {"passed": passed, "failed": failed, "skipped": skipped},
         "errors": errors,
         "times_us": times_us,
