@@ -34,7 +34,7 @@ def test_batches(gate: float) -> None:
 
 
 def test_equal_keys() -> None:
-    cases.check_against_oracle("", cases.equal_keys("cpu", 512, 1), 1e-2)
+    cases.check_against_oracle("", cases.equal_keys("cpu", 512, 1), cases.EQUAL_KEYS_LIMIT)
 
 
 @pytest.mark.parametrize("name", sorted(cases.extremes("cpu")))

@@ -24,6 +24,7 @@ K = 128
 # weak ones are what trained models have in many channels (a state lives for thousands of tokens).
 STRONG, WEAK, WEAKEST = 0.0, -7.0, -12.0
 LIMIT = {STRONG: 6e-3, WEAK: 8e-3, WEAKEST: 8e-3}
+EQUAL_KEYS_LIMIT = 1e-2
 REGIME = {STRONG: "strong", WEAK: "weak", WEAKEST: "weakest"}
 
 MIXED_LENGTHS = [1300, 547, 2048, 963, 271, 3063]

@@ -66,13 +66,13 @@ def test_long_memory(T: int, gate: float) -> None:
 
 
 def test_equal_keys() -> None:
-    cases.check_against_oracle("equal keys T=16384", cases.equal_keys("cuda", 16384, 1), 1e-2)
+    cases.check_against_oracle("equal keys T=16384", cases.equal_keys("cuda", 16384, 1), cases.EQUAL_KEYS_LIMIT)
 
 
 def test_nearly_equal_keys() -> None:
     problem = cases.equal_keys("cuda", 4096, 4)
     problem.k.add_(0.05 * torch.randn_like(problem.k))
-    cases.check_against_oracle("nearly equal keys T=4096", problem, 1e-2)
+    cases.check_against_oracle("nearly equal keys T=4096", problem, cases.EQUAL_KEYS_LIMIT)
 
 
 @pytest.mark.parametrize("lower_bound", [-0.01, -1.0, -5.0])
