@@ -186,6 +186,8 @@ def problems(wheel: Wheel, released: bool = True) -> list[str]:
             found.append(f"libraries: {name} needs {foreign}")
         if dynamic_strings(wheel.members[name], RPATH) + dynamic_strings(wheel.members[name], RUNPATH):
             found.append(f"libraries: {name} has a run path")
+        if released and b'"locked": true' not in wheel.members[name]:
+            found.append(f"device code: the cubins in {name} are not those of device-code.lock")
         local = LOCAL_PATH.search(wheel.members[name])
         if local:
             found.append(f"content: {name} holds the path {local[0].decode(errors='replace')}")

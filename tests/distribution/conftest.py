@@ -1,0 +1,32 @@
+"""The wheel under test: the one that `python3 -m tools test` built and installed, or one built now."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+if importlib.util.find_spec("tools") is None:
+    # At the end: an installed flash_kda comes before the one in the tree.
+    sys.path.append(str(REPOSITORY))
+
+from tools import wheels  # noqa: E402
+from tools.toolchain import DEVICE, HOST, WHEEL, Toolchain, obtain  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def wheel_path() -> Path:
+    given = os.environ.get("FLASH_KDA_TEST_WHEEL")
+    return Path(given) if given else wheels.release("all", REPOSITORY / "dist")
+
+
+@pytest.fixture(scope="session")
+def wheel(wheel_path: Path) -> wheels.Wheel:
+    return wheels.read_wheel(wheel_path)
+
+
+@pytest.fixture(scope="session")
+def full_toolchain() -> Toolchain:
+    return obtain((DEVICE, HOST, WHEEL))
