@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,35 +29,10 @@ _FP32_MAX = torch.finfo(torch.float32).max
 _ROWS = ("q", "k", "v", "g", "out")  # the arguments that share one layout
 
 
-class Call(NamedTuple):
-    """A call that passed, taken apart for the launch: addresses as integers (0: absent), strides in elements."""
-
-    B: int
-    T: int
-    H: int
-    N: int
-    scale: float
-    lower_bound: float
-    q: int
-    k: int
-    v: int
-    g: int
-    beta: int
-    out: int
-    q_strides: tuple[int, int, int]  # (batch, token, head)
-    k_strides: tuple[int, int, int]
-    v_strides: tuple[int, int, int]
-    g_strides: tuple[int, int, int]
-    beta_strides: tuple[int, int, int]
-    out_strides: tuple[int, int, int]  # those of a dense tensor if ``out`` was None
-    A_log: int
-    dt_bias: int
-    initial_state: int
-    initial_is_fp32: bool
-    final_state: int
-    final_is_fp32: bool
-    cu_seqlens: int
-    cu_is_int64: bool
+# What a launch needs, in the order of ``_native.forward`` after device and stream: addresses as integers (0: absent), strides
+# in elements for (batch, token, head). A plain tuple: building anything with names costs as much as checking an argument.
+Call = tuple[Any, ...]
+OUT = 5  # place of the address of ``out`` in it
 
 
 def check(
@@ -102,55 +77,64 @@ def check(
     if len(shape) != 4 or shape[3] != HEAD_DIM:
         _bad_q(q)
     B, T, H, _ = shape
-    device = q.device
-    if not q.is_cuda and device.type != "cpu":
-        raise ValueError(f"q: expected a CUDA or CPU tensor, got one on {device}")
+    # Comparing device numbers is quicker than comparing devices, and enough among CUDA tensors: others have the number -1.
+    device = q.get_device()
+    if not q.is_cuda:
+        _check_all_on_cpu(
+            q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+            out=out, initial_state=initial_state, final_state=final_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
 
     # q, k, v, g, out: bf16, shaped as q, last dimension dense, every row 16-byte aligned. Mostly all have the strides of q.
-    q_steps = q.stride()
-    b, t, h, dense = q_steps
-    regular = dense == 1 and not (b | t | h) & (ALIGN_ELEMENTS - 1)
-    q_strides = (b, t, h)
-    q_bytes = 2 * ((B - 1) * b + (T - 1) * t + (H - 1) * h + HEAD_DIM)
+    steps = q.stride()
+    b, t, h, dense = steps
+    alike = dense == 1 and not (b | t | h) & (ALIGN_ELEMENTS - 1)
     at: list[int] = []
-    end: list[int] = []  # one past the last byte that the tensor reaches
-    strides: list[tuple[int, int, int]] = []
+    low = 0
     for tensor in (q, k, v, g) if out is None else (q, k, v, g, out):
-        if tensor.shape != shape or tensor.dtype is not _BF16 or tensor.device != device:
+        if tensor.shape != shape or tensor.dtype is not _BF16 or tensor.get_device() != device:
             _bad_rows(_ROWS[len(at)], tensor, q, A_log)
+        if tensor.stride() != steps:
+            alike = False
         address = tensor.data_ptr()
-        if regular and tensor.stride() == q_steps and not address & (ALIGN_BYTES - 1):
-            at.append(address)
-            end.append(address + q_bytes)
-            strides.append(q_strides)
-        else:
-            b, t, h = _row_strides(_ROWS[len(at)], tensor, address)
-            at.append(address)
-            end.append(address + 2 * ((B - 1) * b + (T - 1) * t + (H - 1) * h + HEAD_DIM))
-            strides.append((b, t, h))
+        low |= address
+        at.append(address)
+    if alike and not low & (ALIGN_BYTES - 1):
+        q_strides = k_strides = v_strides = g_strides = out_strides = (b, t, h)
+        q_bytes = k_bytes = v_bytes = g_bytes = out_bytes = 2 * ((B - 1) * b + (T - 1) * t + (H - 1) * h + HEAD_DIM)
+    else:
+        q_strides, q_bytes = _row_layout("q", q)
+        k_strides, k_bytes = _row_layout("k", k)
+        v_strides, v_bytes = _row_layout("v", v)
+        g_strides, g_bytes = _row_layout("g", g)
+        if out is not None:
+            out_strides, out_bytes = _row_layout("out", out)
     if out is None:
-        strides.append((T * H * HEAD_DIM, H * HEAD_DIM, HEAD_DIM))
-    elif not out.is_contiguous():
-        _check_rows_distinct(out)
+        out_strides = (T * H * HEAD_DIM, H * HEAD_DIM, HEAD_DIM)
+        out_at = out_bytes = 0
+    else:
+        out_at = at[4]
+        if not out.is_contiguous():
+            _check_rows_distinct(out)
 
-    if beta.shape != (B, T, H) or beta.dtype is not _BF16 or beta.device != device:
+    if beta.shape != (B, T, H) or beta.dtype is not _BF16 or beta.get_device() != device:
         _bad_beta(beta, q, A_log)
     beta_at = beta.data_ptr()
     b, t, h = beta.stride()
     beta_strides = (b, t, h)
-    beta_end = beta_at + 2 * ((B - 1) * b + (T - 1) * t + (H - 1) * h + 1)
+    beta_bytes = 2 * ((B - 1) * b + (T - 1) * t + (H - 1) * h + 1)
 
-    if A_log.shape != (H,) or A_log.dtype is not _FP32 or A_log.device != device or not A_log.is_contiguous():
+    if A_log.shape != (H,) or A_log.dtype is not _FP32 or A_log.get_device() != device or not A_log.is_contiguous():
         _bad_A_log(A_log, q)
     A_log_at = A_log.data_ptr()
     bias_shape = dt_bias.shape
     if (
         (bias_shape != (H, HEAD_DIM) and bias_shape != (H * HEAD_DIM,))
         or dt_bias.dtype is not _FP32
-        or dt_bias.device != device
+        or dt_bias.get_device() != device
         or not dt_bias.is_contiguous()
     ):
-        _bad_dt_bias(dt_bias, H, device)
+        _bad_dt_bias(dt_bias, q)
     dt_bias_at = dt_bias.data_ptr()
 
     cu_at, cu_is_int64, N = 0, False, B
@@ -163,7 +147,7 @@ def check(
             or offsets[0] == 0
             or B != 1
             or not (cu_is_int64 or dtype is torch.int32)
-            or cu_seqlens.device != device
+            or cu_seqlens.get_device() != device
             or not cu_seqlens.is_contiguous()
         ):
             _bad_cu_seqlens(cu_seqlens, q)
@@ -172,30 +156,31 @@ def check(
     # States: contiguous [N, H, V, K], 16-byte aligned, each fp32 or bf16.
     initial_at = final_at = 0
     initial_is_fp32 = final_is_fp32 = False
+    state_shape = (N, H, HEAD_DIM, HEAD_DIM)
     if initial_state is not None:
         dtype = initial_state.dtype
         initial_is_fp32 = dtype is _FP32
         initial_at = initial_state.data_ptr()
         if (
-            initial_state.shape != (N, H, HEAD_DIM, HEAD_DIM)
+            initial_state.shape != state_shape
             or not (initial_is_fp32 or dtype is _BF16)
-            or initial_state.device != device
+            or initial_state.get_device() != device
             or not initial_state.is_contiguous()
             or initial_at & (ALIGN_BYTES - 1)
         ):
-            _bad_state("initial_state", initial_state, N, H, device, cu_seqlens)
+            _bad_state("initial_state", initial_state, N, q, cu_seqlens)
     if final_state is not None:
         dtype = final_state.dtype
         final_is_fp32 = dtype is _FP32
         final_at = final_state.data_ptr()
         if (
-            final_state.shape != (N, H, HEAD_DIM, HEAD_DIM)
+            final_state.shape != state_shape
             or not (final_is_fp32 or dtype is _BF16)
-            or final_state.device != device
+            or final_state.get_device() != device
             or not final_state.is_contiguous()
             or final_at & (ALIGN_BYTES - 1)
         ):
-            _bad_state("final_state", final_state, N, H, device, cu_seqlens)
+            _bad_state("final_state", final_state, N, q, cu_seqlens)
 
     if type(scale) is not float:
         scale = _number("scale", scale, "128 ** -0.5")
@@ -208,18 +193,19 @@ def check(
 
     # Results may share no memory with what is read, since parts of the call run in any order. One exception: final_state may
     # be initial_state itself (each part of a state is read, then written, by one owner).
-    state_elements = N * H * HEAD_DIM * HEAD_DIM
-    final_end = 0 if final_state is None else final_at + state_elements * (4 if final_is_fp32 else 2)
     if out is not None or final_state is not None:
-        spans = [
-            (at[0], end[0]), (at[1], end[1]), (at[2], end[2]), (at[3], end[3]), (beta_at, beta_end),
-            (A_log_at, A_log_at + 4 * H), (dt_bias_at, dt_bias_at + 4 * H * HEAD_DIM),
-            (cu_at, cu_at + (N + 1) * (8 if cu_is_int64 else 4)),
-            (initial_at, initial_at + state_elements * (4 if initial_is_fp32 else 2)),
-        ]  # fmt: skip
-        out_at, out_end = (0, 0) if out is None else (at[4], end[4])
-        for begin, stop in spans:
-            if (begin < out_end and out_at < stop) or (begin < final_end and final_at < stop):
+        elements = N * H * HEAD_DIM * HEAD_DIM
+        final_bytes = 0 if final_state is None else elements * (4 if final_is_fp32 else 2)
+        initial_bytes = elements * (4 if initial_is_fp32 else 2)
+        if initial_at == final_at and initial_is_fp32 is final_is_fp32:
+            initial_bytes = 0
+        out_end, final_end = out_at + out_bytes, final_at + final_bytes
+        for begin, size in (
+            (at[0], q_bytes), (at[1], k_bytes), (at[2], v_bytes), (at[3], g_bytes), (beta_at, beta_bytes),
+            (A_log_at, 4 * H), (dt_bias_at, 4 * H * HEAD_DIM), (cu_at, 8 * N + 8 if cu_is_int64 else 4 * N + 4),
+            (initial_at, initial_bytes),
+        ):  # fmt: skip
+            if (begin < out_end and out_at < begin + size) or (begin < final_end and final_at < begin + size):
                 reads = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
                          "cu_seqlens": cu_seqlens, "initial_state": initial_state}  # fmt: skip
                 _check_overlap("out", out, reads)
@@ -245,20 +231,25 @@ def check(
             initial_state=initial_state, out=out, final_state=final_state,
         )  # fmt: skip
 
-    return Call(
-        B, T, H, N, scale, lower_bound, at[0], at[1], at[2], at[3], beta_at, 0 if out is None else at[4],
-        strides[0], strides[1], strides[2], strides[3], beta_strides, strides[4],
-        A_log_at, dt_bias_at, initial_at, initial_is_fp32, final_at, final_is_fp32, cu_at, cu_is_int64,
+    return (
+        at[0], at[1], at[2], at[3], beta_at, out_at,
+        q_strides, k_strides, v_strides, g_strides, beta_strides, out_strides,
+        B, T, H, N, A_log_at, dt_bias_at, initial_at, initial_is_fp32, final_at, final_is_fp32,
+        cu_at, cu_is_int64, scale, lower_bound,
     )  # fmt: skip
 
 
 # ---- layouts, carefully
 
 
-def _row_strides(name: str, tensor: Tensor, at: int) -> tuple[int, int, int]:
-    """Batch, token and head stride of a tensor laid out unlike q; raises if the kernel cannot read it."""
+def _row_layout(name: str, tensor: Tensor) -> tuple[tuple[int, int, int], int]:
+    """(Batch, token, head) strides of q, k, v, g or out, and the bytes from its first to its last element.
+
+    Raises if the kernel cannot read it.
+    """
     if tensor.numel() == 0:
-        return (0, 0, 0)
+        return (0, 0, 0), 0
+    at = tensor.data_ptr()
     *outer, last = tensor.stride()
     if last != 1:
         raise ValueError(
@@ -279,7 +270,8 @@ def _row_strides(name: str, tensor: Tensor, at: int) -> tuple[int, int, int]:
             f"{tensor.storage_offset()} elements). Slice a fused projection at multiples of {ALIGN_ELEMENTS} elements, "
             f"or pass {name}.contiguous()."
         )
-    return b, t, h
+    B, T, H, _ = tensor.shape
+    return (b, t, h), 2 * ((B - 1) * b + (T - 1) * t + (H - 1) * h + HEAD_DIM)
 
 
 def _check_rows_distinct(out: Tensor) -> None:
@@ -378,6 +370,16 @@ def _not_tensors(**arguments: Any) -> NoReturn:
     )
 
 
+def _check_all_on_cpu(**arguments: Tensor | None) -> None:
+    q = arguments["q"]
+    assert q is not None
+    if q.device.type != "cpu":
+        raise ValueError(f"q: expected a CUDA or CPU tensor, got one on {q.device}")
+    for name, tensor in arguments.items():
+        if tensor is not None and tensor.device != q.device:
+            _bad_device(name, tensor, q.device)
+
+
 def _number(name: str, value: Any, usual: str) -> float:
     if isinstance(value, Tensor):
         raise TypeError(
@@ -464,7 +466,8 @@ def _bad_A_log(A_log: Tensor, q: Tensor) -> NoReturn:
     _bad_parameter("A_log", A_log, q.device)
 
 
-def _bad_dt_bias(dt_bias: Tensor, H: int, device: torch.device) -> NoReturn:
+def _bad_dt_bias(dt_bias: Tensor, q: Tensor) -> NoReturn:
+    H = q.shape[2]
     if list(dt_bias.shape) not in ([H, HEAD_DIM], [H * HEAD_DIM]):
         message = (
             f"dt_bias: expected {[H, HEAD_DIM]} or [{H * HEAD_DIM}] ([H, K] or [H * K]), got {list(dt_bias.shape)}."
@@ -476,7 +479,7 @@ def _bad_dt_bias(dt_bias: Tensor, H: int, device: torch.device) -> NoReturn:
         elif list(dt_bias.shape) == [HEAD_DIM]:
             message += f" There is one bias per head and channel: pass dt_bias.expand({H}, {HEAD_DIM}).contiguous()."
         raise ValueError(message)
-    _bad_parameter("dt_bias", dt_bias, device)
+    _bad_parameter("dt_bias", dt_bias, q.device)
 
 
 def _bad_parameter(name: str, tensor: Tensor, device: torch.device) -> NoReturn:
@@ -507,7 +510,8 @@ def _bad_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> NoReturn:
     _not_contiguous("cu_seqlens", cu_seqlens)
 
 
-def _bad_state(name: str, tensor: Tensor, N: int, H: int, device: torch.device, cu_seqlens: Tensor | None) -> NoReturn:
+def _bad_state(name: str, tensor: Tensor, N: int, q: Tensor, cu_seqlens: Tensor | None) -> NoReturn:
+    H = q.shape[2]
     if tensor.shape != (N, H, HEAD_DIM, HEAD_DIM):
         source = "B" if cu_seqlens is None else "len(cu_seqlens) - 1"
         message = (
@@ -520,8 +524,8 @@ def _bad_state(name: str, tensor: Tensor, N: int, H: int, device: torch.device, 
         raise ValueError(message)
     if tensor.dtype not in (torch.float32, torch.bfloat16):
         _bad_dtype(name, tensor, "float32 or bfloat16")
-    if tensor.device != device:
-        _bad_device(name, tensor, device)
+    if tensor.device != q.device:
+        _bad_device(name, tensor, q.device)
     if not tensor.is_contiguous():
         _not_contiguous(name, tensor)
     raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_kda import device_code, reference
-from flash_kda.checks import check
+from flash_kda.checks import OUT, check
 
 __all__ = ["fwd", "get_workspace_size"]
 
@@ -72,23 +72,27 @@ def fwd(
 
     if not q.is_cuda:
         return _on_cpu(
-            q, k, v, g, beta, call.scale, out, A_log, dt_bias, call.lower_bound, initial_state, final_state, cu_seqlens
+            q,
+            k,
+            v,
+            g,
+            beta,
+            float(scale),
+            out,
+            A_log,
+            dt_bias,
+            float(lower_bound),
+            initial_state,
+            final_state,
+            cu_seqlens,
         )
 
     launch = _native_forward or _load_native()
-    out_at = call.out
     if out is None:
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-        out_at = out.data_ptr()
+        call = (*call[:OUT], out.data_ptr(), *call[OUT + 1 :])
     device = q.get_device()
-    launch(
-        device, _current_stream(device),
-        call.q, call.k, call.v, call.g, call.beta, out_at,
-        call.q_strides, call.k_strides, call.v_strides, call.g_strides, call.beta_strides, call.out_strides,
-        call.B, call.T, call.H, call.N,
-        call.A_log, call.dt_bias, call.initial_state, call.initial_is_fp32, call.final_state, call.final_is_fp32,
-        call.cu_seqlens, call.cu_is_int64, call.scale, call.lower_bound,
-    )  # fmt: skip
+    launch(device, _current_stream(device), *call)
     return out, final_state
 
 

@@ -322,12 +322,12 @@ def test_batched_slices_of_a_fused_buffer_with_out_among_them() -> None:
     """B > 1: ranges interleave across the batch as well."""
     fused = torch.zeros(2, T, 4 * H * K, dtype=BF16)
     parts = dict(zip(("q", "k", "out", "v"), (p.unflatten(-1, (H, K)) for p in fused.chunk(4, dim=-1))))
-    from flash_kda.checks import check
+    from flash_kda.checks import OUT, check
 
     call = arguments(**parts, g=bf16(2, T, H, K), beta=bf16(2, T, H), cu_seqlens=None)
     taken = check(**call)
-    assert taken.out == parts["out"].data_ptr()
-    assert taken.out_strides == (T * 4 * H * K, 4 * H * K, K)
+    assert taken[OUT] == parts["out"].data_ptr()
+    assert taken[OUT + 6] == (T * 4 * H * K, 4 * H * K, K)
     reaching_into_k = fused.view(-1)[2 * H * K - 8 :].as_strided((2, T - 1, H, K), parts["out"].stride())
     shorter = {name: call[name][:, : T - 1] for name in ("q", "k", "v", "g", "beta")}
     with pytest.raises(ValueError, match=r"out: .* overlaps k"):
