@@ -60,6 +60,19 @@ def test_layout_bodies() -> None:
     cases.check_split_call("cpu", 100, [1, 18, 64])
 
 
+def test_fresh_process() -> None:
+    body = """
+        thread = threading.Thread(target=first_call)
+        thread.start()
+        thread.join()
+    """
+    assert cases.fresh_process("cpu", body) == "right\n"
+    with pytest.raises(AssertionError):
+        cases.fresh_process("cpu", "first_call(); out.add_(1)")
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        cases.fresh_process("cpu", "1 / 0")
+
+
 # Each way in which a kernel could be wrong, played by a broken fwd: the checks must see it.
 
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import record
@@ -199,6 +203,38 @@ def check_against_oracle(
         record.error(name, **errors)
     for what, value in errors.items():
         assert value <= limit, f"{name}: relative error of {what} is {value:.2e}, more than {limit:.0e}"
+
+
+FRESH_PROCESS = """
+import sys
+sys.path[:0] = {path!r}
+import threading
+import torch, flash_kda
+import kda_cases as cases
+problem = cases.make({device!r}, [100, 0, 37], 3, cases.WEAK, initial=cases.FP32)
+out, state = torch.empty_like(problem.q), torch.empty_like(problem.initial_state)
+
+def first_call():
+    p = problem
+    flash_kda.fwd(p.q, p.k, p.v, p.g, p.beta, p.scale, out, p.A_log, p.dt_bias, p.lower_bound, p.initial_state, state,
+                  p.cu_seqlens)
+
+{body}
+first = out.clone()
+again, _ = cases.run(problem)
+cases.check_same(first, again, "out of the first call")
+assert cases.distance(first, cases.oracle(problem)[0]) <= cases.LIMIT[cases.WEAK]
+print("right")
+"""
+
+
+def fresh_process(device: str, body: str) -> str:
+    """Run ``body``, which makes the first call of a new process, and check its result; what the process printed."""
+    path = [str(Path(__file__).resolve().parent), *(entry for entry in sys.path if entry)]
+    program = FRESH_PROCESS.format(path=path, device=device, body=textwrap.dedent(body))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def equal_keys(device: str, T: int, H: int) -> Problem:

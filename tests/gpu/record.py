@@ -90,10 +90,9 @@ def driver_version() -> str:
     found = kernel_driver_version()
     if found is not None:
         return found
-    asked = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
     return asked.stdout.split("\n")[0].strip() or "unknown"

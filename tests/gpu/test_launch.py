@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +13,6 @@ torch = pytest.importorskip("torch")
 import kda_cases as cases  # noqa: E402
 import record  # noqa: E402
 from kda_cases import FP32, WEAK  # noqa: E402
-
-HERE = Path(__file__).resolve().parent
 
 
 def small(seed: int = 0) -> cases.Problem:
@@ -180,38 +174,6 @@ def test_cuda_graph_follows_the_offsets() -> None:
     cases.check_same(state, expected_state, "state")
 
 
-def fresh_process(body: str) -> str:
-    """Run a program in a new process, where no kernel was ever loaded."""
-    program = textwrap.dedent(
-        f"""
-        import sys
-        sys.path[:0] = {[str(HERE), *(p for p in sys.path if p)]!r}
-        import threading
-        import torch, flash_kda
-        import kda_cases as cases
-        problem = cases.make("cuda", [100, 0, 37], 3, cases.WEAK, initial=cases.FP32)
-        out, state = torch.empty_like(problem.q), torch.empty_like(problem.initial_state)
-
-        def first_call():
-            p = problem
-            flash_kda.fwd(p.q, p.k, p.v, p.g, p.beta, p.scale, out, p.A_log, p.dt_bias, p.lower_bound, p.initial_state, state,
-                          p.cu_seqlens)
-        """
-    ) + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-CHECK = """
-        first = out.clone()
-        again, _ = cases.run(problem)
-        cases.check_same(first, again, "out of the first call")
-        assert cases.distance(first, cases.oracle(problem)[0]) <= cases.LIMIT[cases.WEAK]
-        print("right")
-"""
-
-
 def test_first_call_of_a_process_inside_a_graph_capture() -> None:
     body = """
         graph = torch.cuda.CUDAGraph()
@@ -220,7 +182,7 @@ def test_first_call_of_a_process_inside_a_graph_capture() -> None:
         graph.replay()
         torch.cuda.synchronize()
     """
-    assert fresh_process(body + textwrap.dedent(CHECK)) == "right\n"
+    assert cases.fresh_process("cuda", body) == "right\n"
 
 
 def test_first_call_of_a_process_in_a_bare_thread() -> None:
@@ -229,7 +191,7 @@ def test_first_call_of_a_process_in_a_bare_thread() -> None:
         thread.start()
         thread.join()
     """
-    assert fresh_process(body + textwrap.dedent(CHECK)) == "right\n"
+    assert cases.fresh_process("cuda", body) == "right\n"
 
 
 def test_another_device_than_the_current_one() -> None:
