@@ -181,6 +181,9 @@ def problems(wheel: Wheel, released: bool = True) -> list[str]:
         tagged = re.search(r"\.cpython-(\d+)", name)
         if not tagged or any(not tag.startswith(f"cp{tagged[1]}-") for tag in tags):
             found.append(f"tag: {name} is not of the Python in {tags}")
+        if not wheel.members[name].startswith(b"\x7fELF"):
+            found.append(f"content: {name} is not a shared library")
+            continue
         foreign = [lib for lib in dynamic_strings(wheel.members[name], NEEDED) if not SYSTEM_LIBRARIES.fullmatch(lib)]
         if foreign:
             found.append(f"libraries: {name} needs {foreign}")

@@ -37,15 +37,14 @@ def real_toolchain() -> toolchain.Toolchain:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the sources in another folder: no .git, nothing built."""
-    leave = shutil.ignore_patterns(
-        ".git", "build", "dist", "*.so", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"
-    )
+    made = shutil.ignore_patterns(".git", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "*.so")
+
+    def ignore(where: str, names: "list[str]") -> "set[str]":
+        at_the_top = {"build", "dist"} if Path(where) == REPOSITORY else set()
+        return made(where, names) | at_the_top & set(names)
+
     folder = tmp_path / "tree"
-    shutil.copytree(
-        REPOSITORY,
-        folder,
-        ignore=lambda where, names: leave(where, names) if "tests" not in Path(where).parts else set(),
-    )
+    shutil.copytree(REPOSITORY, folder, ignore=ignore)
     return folder
 
 

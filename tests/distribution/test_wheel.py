@@ -157,6 +157,7 @@ def changed(name_ending: str, old: bytes, new: bytes) -> Callable[[Members], Mem
         (changed("/WHEEL", b"-manylinux", b"-linux"), "is not manylinux"),
         (changed("/WHEEL", b"Tag: cp", b"Tag: cp9"), "is not of the Python in"),
         (lambda members: {**members, "flash_kda/_native.abi3.so": b""}, "expected one module"),
+        (lambda members: {**members, "flash_kda/_native.abi3.so": b""}, "_native.abi3.so is not a shared library"),
         (lambda members: {**members, "tools/__init__.py": b""}, "content: tools/__init__.py does not belong"),
         (lambda members: {**members, "flash_kda/x.pyc": b""}, "content: flash_kda/x.pyc does not belong"),
         (lambda members: {**members, "flash_kda/new.py": b""}, "RECORD: flash_kda/new.py is not listed"),
