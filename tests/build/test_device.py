@@ -183,7 +183,7 @@ def test_an_error_in_the_source_is_one_line_with_the_place(
     real_toolchain: Toolchain, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(
-        BuildError, match=r"scale\.cu does not compile for sm_90a: scale\.cu\(5\): error: .*undefined_name"
+        BuildError, match=r"scale\.cu does not compile for sm_90a: scale\.cu\(6\): error: .*undefined_name"
     ):
         device.build(
             [job(tmp_path / "source", KERNEL.replace("by *", "undefined_name *"))],

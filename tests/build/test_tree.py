@@ -1,5 +1,6 @@
 """What must not be in the tree: hosts of package registries, paths of somebody's machine, calls of git by the build."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ HOME = re.compile(r"/(?:home|Users)/(?!somebody)\w+/|/root/")
 SKIP = {".git", "build", "dist", "__pycache__", ".venv"}
 
 
+@functools.cache
 def texts() -> dict[str, str]:
     """Every text file of the tree by its relative path."""
     found = {}

