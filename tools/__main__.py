@@ -1,16 +1,18 @@
 """python3 -m tools: everything a developer or a user does with this tree, on a bare Python."""
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tools import ROOT, build, device, host, settings, wheels
 from tools.archs import allowed, plan
 from tools.errors import BuildError, explain, os_error_text
 from tools.locks import DEVICE_CODE_LOCK, compare_with_lock, toolchain_digest, write_device_code_lock
-from tools.toolchain import DEVICE, HOST, fetch_all, obtain, source_of
+from tools.toolchain import DEVICE, HOST, exclusive, fetch_all, obtain, source_of
 from tools.units import UNIT_BY_NAME, Unit
 from tools.venvs import Environment
 
@@ -169,6 +171,7 @@ def log(text: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python3 -m tools", description=__doc__)
+    top.set_defaults(alone=False)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     cubins = commands.add_parser("cubins", help="compile device code alone, into a folder")
@@ -198,18 +201,18 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--no-torch", action="store_true", help="install without torch: quicker, and the doctor checks less"
     )
-    sub.set_defaults(run=command_wheel)
+    sub.set_defaults(run=command_wheel, alone=True)
 
     sub = commands.add_parser("test", help="build and install the wheel; linters, types, all tests")
     sub.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
-    sub.set_defaults(run=command_test)
+    sub.set_defaults(run=command_test, alone=True)
 
     sub = commands.add_parser("format", help="bring the sources into the form that the checks want")
     sub.add_argument("files", nargs="*", help="only these files (default: all)")
-    sub.set_defaults(run=command_format)
+    sub.set_defaults(run=command_format, alone=True)
 
     sub = commands.add_parser("lock", help="build all device code and write device-code.lock")
-    sub.set_defaults(run=command_lock)
+    sub.set_defaults(run=command_lock, alone=True)
 
     sub = commands.add_parser(
         "toolchain", help="download the toolchain's wheels into a folder, for builds without network"
@@ -225,10 +228,20 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+@contextlib.contextmanager
+def only_one() -> Iterator[None]:
+    """Hold this tree: commands that make an environment or a wheel in it run one after the other."""
+    with explain(f"cannot write into {build.BUILD}"):
+        build.BUILD.mkdir(exist_ok=True)
+    with exclusive(build.BUILD / ".tools.lock", log):
+        yield
+
+
 def main() -> int:
     arguments = parser().parse_args()
     try:
-        return int(arguments.run(arguments) or 0)
+        with only_one() if arguments.alone else contextlib.nullcontext():
+            return int(arguments.run(arguments) or 0)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

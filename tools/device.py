@@ -222,6 +222,8 @@ def run_nvrtc(job: Job, toolchain: Toolchain, output: Path) -> list[str]:
         raise BuildError(
             f"the device compiler was killed (signal {-result.returncode}) at {job.name}: out of memory? set {settings.JOBS}=1; it needs 2 GB"
         )
+    if result.returncode == 2:
+        raise BuildError(f"cannot write device code into {output.parent}: {last_error(result.stderr)}")
     if result.returncode != 0:
         sys.stderr.write(result.stderr)
         raise BuildError(f"{job.unit.source} does not compile for sm_{job.arch}: {last_error(result.stderr)}")

@@ -132,8 +132,12 @@ def build_module(python: Python, cxx: Compiler, toolchain: Toolchain, embedded: 
     with ThreadPoolExecutor(max(1, min(len(sources), os.cpu_count() or 1))) as pool:
         objects = list(pool.map(compile_one, sources))
     part = output.with_name(f".part-{os.getpid()}-{output.name}")
+    exports = folder / "exports.map"
     link = [*cxx.command, "-shared", "-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", "-Wl,-z,relro,-z,now"]
+    link.append(f"-Wl,--version-script={exports.name}")
     with explain(f"cannot write {output}"):
+        # Our C++ runtime is our own: another library's operator new must not take the place of it, nor the other way.
+        exports.write_text("{ global: PyInit__native; local: *; };\n", encoding="utf-8")
         try:
             run([*link, *(str(path) for path in objects), "-o", str(part), "-ldl"], cxx, folder, output.name)
             part.chmod(0o755)

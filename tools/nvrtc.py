@@ -2,7 +2,8 @@
 
     python nvrtc.py LIBNVRTC SOURCE PROGRAM_NAME OUTPUT OPTION...
 
-Compiler messages go to standard error; the exit status is 0 or 1. Needs nothing but ctypes.
+Messages go to standard error; the exit status is 0, 1 if the source does not compile, 2 if the PTX cannot be written.
+Needs nothing but ctypes.
 """
 
 import ctypes
@@ -49,8 +50,8 @@ def main(arguments: list[str]) -> int:
     try:
         Path(output).write_bytes(ptx)
     except OSError as error:
-        print(f"cannot write the PTX: {error}", file=sys.stderr)
-        return 1
+        print(error.strerror, file=sys.stderr)
+        return 2
     return 0
 
 

@@ -248,7 +248,10 @@ def pip_failure(pin: Pin, output: str) -> str:
     """One line for a failed download: the likely cause, and pip's own last error."""
     errors = [line.strip() for line in output.splitlines() if "ERROR" in line] or output.strip().splitlines()[-1:]
     said = errors[-1] if errors else "it said nothing"
-    offline = f"for a build without network put the wheels into a folder and name it in {settings.TOOLCHAIN_DIR}"
+    offline = (
+        f"to build without network, name a folder of the wheels in {settings.TOOLCHAIN_DIR} "
+        "(python3 -m tools toolchain fills one where there is a network)"
+    )
     if "DO NOT MATCH THE HASHES" in output:
         name = re.search(r"([\w.+-]+\.whl)", output)
         return f"wrong hash: what pip downloaded for {pin.name} {pin.version} ({name[1] if name else 'wheel'}) is not what toolchain.lock lists"

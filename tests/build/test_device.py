@@ -229,6 +229,11 @@ def test_a_killed_compiler_is_explained(
         device.build([job(tmp_path / "source")], real_toolchain, tmp_path / "store")
 
 
+def test_a_ptx_that_cannot_be_written(real_toolchain: Toolchain, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"^cannot write device code into /dev: No space left on device"):
+        device.run_nvrtc(job(tmp_path / "source"), real_toolchain, Path("/dev/full"))
+
+
 def test_an_unwritable_build_folder(real_toolchain: Toolchain, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(BuildError, match="cannot write device code into"):
