@@ -39,28 +39,34 @@ __device__ __forceinline__ Chunks sequence_chunks(const ForwardParams& p, int se
     return {0, static_cast<int>(first), static_cast<int>(last - first)};
 }
 
+// A place in the ring: the slot of one chunk and its barriers.
 template <class Config>
-struct Pipeline {
-    static constexpr int kStages = Config::kStages;
-    uint32_t slots;
-    Barrier* barriers;
-    __device__ uint32_t slot(int chunk) const { return slots + (chunk % kStages) * slot::kBytes; }
-    __device__ static uint32_t phase(int chunk) { return (chunk / kStages) & 1; }
-    __device__ uint64_t* full(int chunk) const { return reinterpret_cast<uint64_t*>(barriers + chunk % kStages); }
-    __device__ uint64_t* ready(int chunk) const { return reinterpret_cast<uint64_t*>(barriers + kStages + chunk % kStages); }
-    __device__ uint64_t* done(int chunk) const { return reinterpret_cast<uint64_t*>(barriers + 2 * kStages + chunk % kStages); }
-    __device__ uint32_t collinear(int chunk) const { return slots + Config::kFlagOffset + (chunk % kStages) * 4; }
+struct Place {
+    uint32_t base;  // of shared memory
+    int stage;
+    uint32_t phase;
+
+    __device__ __forceinline__ uint32_t slot() const { return base + stage * slot::kBytes; }
+    __device__ __forceinline__ uint32_t full() const { return base + Config::kBarrierOffset + stage * 8; }
+    __device__ __forceinline__ uint32_t ready() const { return full() + Config::kStages * 8; }
+    __device__ __forceinline__ uint32_t done() const { return full() + 2 * Config::kStages * 8; }
+    __device__ __forceinline__ uint32_t collinear() const { return base + Config::kFlagOffset + stage * 4; }
+    // `chunks` onward, at most one turn.
+    __device__ __forceinline__ void advance(int chunks = 1) {
+        stage += chunks;
+        if (stage >= Config::kStages) stage -= Config::kStages, phase ^= 1;
+    }
 };
 
 // ---- move ----------------------------------------------------------------------------------------------------------------------------
 
 template <class Config>
-__device__ __forceinline__ void load_chunk(const Maps& maps, const Pipeline<Config>& pipe, const Chunks& chunks, int head, int chunk) {
-    const uint32_t slot = pipe.slot(chunk);
-    uint64_t* full = pipe.full(chunk);
+__device__ __forceinline__ void load_chunk(const Maps& maps, const Place<Config>& place, const Chunks& chunks, int head, int chunk) {
+    const uint32_t slot = place.slot();
     const int token = chunks.first + chunk * kChunkTokens;
+    auto* full = reinterpret_cast<uint64_t*>(shared_pointer(place.full()));
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    Barrier::arrive_and_expect_tx(full, slot::kLoadBytes);
+    barrier_expect_bytes(place.full(), slot::kLoadBytes);
     using Load = cute::SM90_TMA_LOAD_5D;
     // Coordinates: channel in panel, token, panel, head, batch row.
     for (int panel = 0; panel < 2; ++panel) {
@@ -84,97 +90,113 @@ __device__ __forceinline__ void store_tail(const ForwardParams& p, uint32_t out,
 }
 
 template <class Config>
-__device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, const Pipeline<Config>& pipe, const Chunks& chunks, int head, int lane) {
+__device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, uint32_t base, const Chunks& chunks, int head, int lane) {
     const int count = chunks.count();
-    if (lane == 0) {
-        for (int chunk = 0; chunk < min(count, Config::kStages); ++chunk) load_chunk(maps, pipe, chunks, head, chunk);
+    const bool elected = cute::elect_one_sync();
+    Place<Config> load{base, 0, 0};
+    int loaded = 0;
+    for (; loaded < min(count, Config::kStages); ++loaded, load.advance()) {
+        if (elected) load_chunk(maps, load, chunks, head, loaded);
     }
-    for (int chunk = 0; chunk < count; ++chunk) {
-        Barrier::wait(pipe.done(chunk), Pipeline<Config>::phase(chunk));
-        const uint32_t out = pipe.slot(chunk) + slot::kOut;
+    Place<Config> place{base, 0, 0};
+    for (int chunk = 0; chunk < count; ++chunk, place.advance()) {
+        barrier_wait(place.done(), place.phase);
+        const uint32_t out = place.slot() + slot::kOut;
         if (chunks.valid(chunk) < kChunkTokens) {
             store_tail(p, out, chunks, head, chunk, lane);
-        } else if (lane == 0) {
+            break;  // the last one
+        }
+        if (elected) {
             cute::SM90_TMA_STORE_5D::copy(&maps.o, shared_pointer(out), 0, chunks.first + chunk * kChunkTokens, 0, head, chunks.batch);
             cute::tma_store_arrive();
-            // The slot before this one can be loaded again once at most the store just issued still reads shared memory.
-            if (chunk > 0 && chunk - 1 + Config::kStages < count) {
-                cute::tma_store_wait<1>();
-                load_chunk(maps, pipe, chunks, head, chunk - 1 + Config::kStages);
-            }
         }
-        __syncwarp();
+        // The slot before this one can be loaded again once at most the store just issued still reads shared memory.
+        if (chunk > 0 && loaded < count) {
+            if (elected) {
+                cute::tma_store_wait<1>();
+                load_chunk(maps, load, chunks, head, loaded);
+            }
+            ++loaded, load.advance();
+        }
     }
-    if (lane == 0) cute::tma_store_wait<0>();
+    if (elected) cute::tma_store_wait<0>();
 }
 
 // ---- prepare -------------------------------------------------------------------------------------------------------------------------
 
 template <class Config>
-__device__ __forceinline__ void prepare(const ForwardParams& p, const Pipeline<Config>& pipe, const Chunks& chunks, GateConstants gate, int head, uint32_t bias,
-                                        uint32_t scratch, int warp, int lane) {
+__device__ __forceinline__ void prepare(const ForwardParams& p, uint32_t base, const Chunks& chunks, GateConstants gate, int head, int warp, int lane) {
+    const uint32_t bias = base + Config::kBiasOffset, scratch = base + Config::kScratchOffset + warp * kScratchBytes;
     const int count = chunks.count();
-    for (int chunk = warp; chunk < count; chunk += Config::kPrepareWarps) {
+    // Lane t's logit of a chunk, 0 past the end; fetched one round ahead, for it comes straight from memory.
+    const auto load_logit = [&](int chunk) -> uint32_t {
+        const int token = chunk * kChunkTokens + lane;
+        if (lane >= kChunkTokens || token >= chunks.tokens) return 0;
+        const long long at =
+            chunks.batch * p.beta_strides.batch + (chunks.first + token) * p.beta_strides.token + head * p.beta_strides.head;
+        return static_cast<const unsigned short*>(p.beta)[at];
+    };
+    uint32_t next_logit = load_logit(warp);
+    Place<Config> place{base, 0, 0};
+    place.advance(warp);
+    for (int chunk = warp; chunk < count; chunk += Config::kPrepareWarps, place.advance(Config::kPrepareWarps)) {
         const int valid = chunks.valid(chunk);
-        float beta = 0.f;
-        if (lane < valid) {
-            const long long at = chunks.batch * p.beta_strides.batch + (chunks.first + chunk * kChunkTokens + lane) * p.beta_strides.token +
-                                 head * p.beta_strides.head;
-            const uint32_t logit = static_cast<const unsigned short*>(p.beta)[at];
-            beta = 1.f / (1.f + expf(-bf16_low(logit)));
-        }
-        Barrier::wait(pipe.full(chunk), Pipeline<Config>::phase(chunk));
-        const bool collinear = prepare_chunk(pipe.slot(chunk), scratch, bias, gate, p.scale, beta, valid, lane);
-        if (lane == 0) store_u32(pipe.collinear(chunk), collinear);
-        // These generic writes precede TMA's next writes to the slot.
+        const float logit = bf16_low(next_logit);
+        next_logit = load_logit(chunk + Config::kPrepareWarps);
+        const float beta = lane < valid ? reciprocal_approx(1.f + exp2_approx(-1.44269504f * logit)) : 0.f;
+        barrier_wait(place.full(), place.phase);
+        const bool collinear = prepare_chunk(place.slot(), scratch, bias, gate, p.scale, beta, valid, lane);
+        store_u32(place.collinear(), collinear);
+        // These generic writes precede the copy engine's next writes to the slot, and wgmma's reads of it.
         cutlass::arch::fence_view_async_shared();
         __syncwarp();
-        if (lane == 0) Barrier::arrive(pipe.ready(chunk));
+        if (cute::elect_one_sync()) barrier_arrive(place.ready());
     }
 }
 
 // ---- block ---------------------------------------------------------------------------------------------------------------------------
 
-// Everything before the roles part: addresses, barriers, the gate's bias table. Ends with a block-wide barrier.
+// Everything before the roles part: addresses, barriers, the gate's bias table, the sequence's bounds. Ends with a block-wide barrier.
 template <class Config>
 struct Block {
-    Pipeline<Config> pipe;
-    Chunks chunks;
-    GateConstants gate;
     uint32_t base;  // shared memory, 1024-byte aligned
-    int head, warp, lane;
+    int warp, lane;
 
     __device__ __forceinline__ explicit Block(const ForwardParams& p) {
         extern __shared__ char dynamic_shared[];
         const uint32_t unaligned = cute::cast_smem_ptr_to_uint(dynamic_shared);
         base = (unaligned + slot::kAlignment - 1) & ~(slot::kAlignment - 1);
-        pipe = {base, reinterpret_cast<Barrier*>(shared_pointer(base + Config::kBarrierOffset))};
-        warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        head = blockIdx.x % p.H;
-        chunks = sequence_chunks(p, blockIdx.x / p.H);
-        gate = gate_constants(p, head);
+        warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
         if (threadIdx.x == 0) {
-            for (int stage = 0; stage < Config::kStages; ++stage) {
-                Barrier::init(pipe.full(stage), 1);
-                Barrier::init(pipe.ready(stage), 1);
-                Barrier::init(pipe.done(stage), kScanWarps);
+            *chunks_address() = sequence_chunks(p, blockIdx.x / p.H);
+            for (Place<Config> place{base, 0, 0}; place.phase == 0; place.advance()) {
+                barrier_init(place.full(), 1);
+                barrier_init(place.ready(), 1);
+                barrier_init(place.done(), kScanWarps);
             }
             cutlass::arch::fence_barrier_init();
         }
         if (threadIdx.x < kHeadDim) {
-            *reinterpret_cast<float*>(shared_pointer(base + Config::kBiasOffset + threadIdx.x * 4)) =
-                gate_bias(gate, p.dt_bias[head * kHeadDim + threadIdx.x]);
+            const int head = blockIdx.x % p.H;
+            store_float(base + Config::kBiasOffset + threadIdx.x * 4, gate_bias(gate_constants(p, head), p.dt_bias[head * kHeadDim + threadIdx.x]));
         }
         __syncthreads();
     }
 
+    __device__ __forceinline__ Chunks* chunks_address() const { return reinterpret_cast<Chunks*>(shared_pointer(base + Config::kChunksOffset)); }
+    // Read where it is needed, so that no register holds it meanwhile.
+    __device__ __forceinline__ Chunks chunks() const {
+        const Chunks& chunks = *chunks_address();
+        return {uniform(chunks.batch), uniform(chunks.first), uniform(chunks.tokens)};
+    }
+
     // The roles of the warps after the scan warps.
     __device__ __forceinline__ void feed(const ForwardParams& p, const Maps& maps) const {
-        const int helper = warp - kScanWarps;
+        const int helper = warp - kScanWarps, head = blockIdx.x % p.H;
         if (helper < Config::kPrepareWarps) {
-            prepare(p, pipe, chunks, gate, head, base + Config::kBiasOffset, base + Config::kScratchOffset + helper * kScratchBytes, helper, lane);
+            prepare<Config>(p, base, chunks(), gate_constants(p, head), head, helper, lane);
         } else if (helper == Config::kPrepareWarps) {
-            move(p, maps, pipe, chunks, head, lane);
+            move<Config>(p, maps, base, chunks(), head, lane);
         }
     }
 

@@ -10,8 +10,8 @@
 // has the same layout. T comes from fp32 forward substitution: near-equal keys make any truncated series for the inverse blow up.
 #pragma once
 
-#include "kernels/common/ptx.cuh"
 #include "kernels/common/ring.h"
+#include "kernels/common/tile.cuh"
 
 namespace flash_kda {
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ GateConstants gate_constants(const ForwardParams& p, 
     // A bound nearer to zero decays nothing in fp32, and its inverse could turn inf * 0 into NaN. The tensor cores cut the log-decays to tf32:
     // 0.72 * 2^-11 is what they lose on average.
     const float bound = fminf(p.lower_bound, -1e-30f) * (kLog2E * (1.f + 0.7213f / 2048.f));
-    return {-a * kLog2E, 1.f / bound};
+    return {-a * kLog2E, reciprocal_approx(bound)};
 }
 
 __device__ __forceinline__ float gate_bias(const GateConstants& gate, float dt_bias) {
@@ -36,42 +36,18 @@ __device__ __forceinline__ float gate_bias(const GateConstants& gate, float dt_b
     return fminf(fmaxf(gate.slope * dt_bias, -1e38f), 1e38f);
 }
 
-// This lane's row of the four 8x8 matrices that cover 16 rows x 16 columns of a swizzled panel, in the order (rows 0-7, columns 0-7),
-// (rows 8-15, columns 0-7), (rows 0-7, columns 8-15), (rows 8-15, columns 8-15).
-__device__ __forceinline__ uint32_t fragment_offset(int lane) {
-    const uint32_t row = (lane & 7) + ((lane >> 3) & 1) * 8;
-    return row * 128 + (((lane >> 4) ^ (row & 7)) << 4);
-}
-
-// The same for each of a panel's four 16-channel blocks, within one slot. A tile and its panels are constant distances from there, which
-// the instruction takes as an immediate; the compiler must not fold the distances back into the offsets, or it runs out of registers.
-struct BlockAddresses {
-    uint32_t block[4];
-
-    __device__ __forceinline__ BlockAddresses(uint32_t slot, uint32_t fragment) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            block[i] = slot + (fragment ^ (i << 5));
-            asm("" : "+r"(block[i]));
-        }
-    }
-    // Block i of 8, in the tile at `tile` of the slot.
-    __device__ __forceinline__ uint32_t at(int i, int tile, int panel_stride) const { return block[i & 3] + tile + (i >> 2) * panel_stride; }
-    __device__ __forceinline__ uint32_t key(int i) const { return at(i, slot::kKey, slot::kKeyQueryPanelStride); }
-    __device__ __forceinline__ uint32_t query(int i) const { return at(i, slot::kQuery, slot::kKeyQueryPanelStride); }
-    __device__ __forceinline__ uint32_t gate(int i) const { return at(i, slot::kGate, slot::kPanelStride); }
-    __device__ __forceinline__ uint32_t key_minus(int i) const { return at(i, slot::kKeyMinus, slot::kPanelStride); }
-};
-
 // 1/|row| of a 16x128 tile for rows g and g+8 of this lane. The sums of squares are the diagonal of x x^T.
-__device__ __forceinline__ void inverse_norms(float (&inverse)[2], const BlockAddresses& addresses, int tile, int lane) {
+__device__ __forceinline__ void inverse_norms(float (&inverse)[2], uint32_t slot, uint32_t fragment, int tile, int lane) {
     float upper[4] = {}, lower[4] = {};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         uint32_t x[4];
-        load_matrices(x, addresses.at(i, tile, slot::kKeyQueryPanelStride));
-        mma(upper, x, x[0], x[2]);
-        mma(lower, x, x[1], x[3]);
+        load_matrices(x, block_address(slot, fragment, i, tile, slot::kKeyQueryPanelStride));
+        // Eight channels at a time: the 16-channel form wants its B registers side by side, which these are not.
+        mma_k8(upper, x[0], x[1], x[0]);
+        mma_k8(lower, x[0], x[1], x[1]);
+        mma_k8(upper, x[2], x[3], x[2]);
+        mma_k8(lower, x[2], x[3], x[3]);
     }
     const int g = lane >> 2;
     const int holder = (lane & 28) + (g >> 1);  // row g's diagonal lies in column 2*(g/2) + g%2
@@ -95,17 +71,19 @@ __device__ __forceinline__ void clear_tail_rows(uint32_t slot, int valid, int la
 // Above this |beta_t K~_t . K^_s| the keys of a chunk count as near-equal.
 inline constexpr float kCollinear = 0.5f;
 
-// `beta` is lane t's sigmoid(logit) for t < valid, else 0. `scratch`: 16 rows of kScratchStride floats. Returns whether some keys are near-equal.
+// `beta` is lane t's sigmoid(logit) for t < valid, else 0.
+// `scratch`: kScratchBytes. Returns whether some keys are near-equal; only then
+// the low half of T is written.
 __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate, float scale, float beta, int valid,
                                               int lane) {
     const int g = lane >> 2, c = lane & 3;
-    const BlockAddresses addresses(slot, fragment_offset(lane));
+    const uint32_t fragment = fragment_offset(lane);
 
     if (valid < kChunkTokens) clear_tail_rows(slot, valid, lane);
 
     float k_norm[2], q_norm[2];
-    inverse_norms(k_norm, addresses, slot::kKey, lane);
-    inverse_norms(q_norm, addresses, slot::kQuery, lane);
+    inverse_norms(k_norm, slot, fragment, slot::kKey, lane);
+    inverse_norms(q_norm, slot, fragment, slot::kQuery, lane);
     q_norm[0] *= scale, q_norm[1] *= scale;
 
     // Triangle of ones, tokens as columns. Its columns are permuted (k = c is token 2c, k = c+4 is token 2c+1) to match the transposed
@@ -121,13 +99,13 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
     }
 
     float m[2][4] = {}, scores[2][4] = {};  // columns (tokens) 0-7, 8-15
-#pragma unroll 4  // unrolled whole, ptxas starts so many loads early that it spills
+#pragma unroll 2  // whole, the loop outgrows the instruction cache: 20 % slower
     for (int i = 0; i < 8; ++i) {
         // Gate, lane = channel: registers 0, 1 are channel g, tokens 2c.. and 8+2c..; 2, 3 are channel 8+g.
         uint32_t raw[4], k[4], q[4];
-        load_matrices_transposed(raw, addresses.gate(i));
-        load_matrices(k, addresses.key(i));
-        load_matrices(q, addresses.query(i));
+        load_matrices_transposed(raw, block_address(slot, fragment, i, slot::kGate, slot::kPanelStride));
+        load_matrices(k, block_address(slot, fragment, i, slot::kKey, slot::kKeyQueryPanelStride));
+        load_matrices(q, block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride));
         __syncwarp();  // the results go to the same places
         float cumulative[2][4] = {};
 #pragma unroll
@@ -170,9 +148,9 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         mma(m[1], k_decayed, k_inverse[1], k_inverse[3]);
         mma(scores[0], q_decayed, k_inverse[0], k_inverse[2]);
         mma(scores[1], q_decayed, k_inverse[1], k_inverse[3]);
-        store_matrices(addresses.key(i), k_decayed);
-        store_matrices(addresses.query(i), q_decayed);
-        store_matrices(addresses.key_minus(i), k_minus);
+        store_matrices(block_address(slot, fragment, i, slot::kKey, slot::kKeyQueryPanelStride), k_decayed);
+        store_matrices(block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride), q_decayed);
+        store_matrices(block_address(slot, fragment, i, slot::kKeyMinus, slot::kPanelStride), k_minus);
     }
 
     // Scores: lower triangle with the diagonal. Above it 1/A may have overflowed: select, do not multiply.
@@ -185,43 +163,56 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         store_u32(at + 384, pack_bf16(s <= g ? scores[1][2] : 0.f, s + 1 <= g ? scores[1][3] : 0.f));
     }
 
-    // T. Lane j solves (I + diag(beta) M) x = e_j; lanes 16-31 repeat lanes 0-15 and store the low halves.
+    // T. Lane i finds row i of X = (I + diag(beta) M)^-1 by substitution, x_ij = [i = j] - sum_{k>j} x_ik L_kj, from L transposed in the
+    // scratch; lanes 16-31 repeat lanes 0-15 and store what bf16 leaves of T, if that matters.
     const float beta_low = __shfl_sync(~0u, beta, g), beta_high = __shfl_sync(~0u, beta, g + 8);
-    bool collinear = false;
+    bool near_equal = false;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
         m[0][e] *= beta_low, m[0][2 + e] *= beta_high, m[1][2 + e] *= beta_high;
-        collinear |= fabsf(m[0][2 + e]) > kCollinear;
-        collinear |= 2 * c + e < g && fmaxf(fabsf(m[0][e]), fabsf(m[1][2 + e])) > kCollinear;
+        near_equal |= fabsf(m[0][2 + e]) > kCollinear;
+        near_equal |= 2 * c + e < g && fmaxf(fabsf(m[0][e]), fabsf(m[1][2 + e])) > kCollinear;
+        store_float(scratch + ((2 * c + e) * kScratchStride + g) * 4, m[0][e]);
+        store_float(scratch + ((2 * c + e) * kScratchStride + g + 8) * 4, m[0][2 + e]);
+        store_float(scratch + ((2 * c + e + 8) * kScratchStride + g + 8) * 4, m[1][2 + e]);
     }
-    store_float2(scratch + (g * kScratchStride + 2 * c) * 4, m[0][0], m[0][1]);
-    store_float2(scratch + ((g + 8) * kScratchStride + 2 * c) * 4, m[0][2], m[0][3]);
-    store_float2(scratch + ((g + 8) * kScratchStride + 8 + 2 * c) * 4, m[1][2], m[1][3]);
+    const bool collinear = __any_sync(~0u, near_equal);
+    if (lane < kChunkTokens) store_float(scratch + ((lane >> 2) * kScratchStride + kChunkTokens + (lane & 3)) * 4, beta);
     __syncwarp();
-    const int column = lane & 15;
+    const int row = lane & 15;
     float x[kChunkTokens];
 #pragma unroll
-    for (int r = 0; r < kChunkTokens; ++r) {
-        float even = r == column ? 1.f : 0.f, odd = 0.f;
+    for (int j = kChunkTokens - 1; j >= 0; --j) {
+        float sum[2] = {j == row ? 1.f : 0.f, 0.f};
 #pragma unroll
-        for (int k4 = 0; 4 * k4 < r; ++k4) {
-            const float4 row = load_float4(scratch + (r * kScratchStride + 4 * k4) * 4);
-            even = fmaf(-row.x, x[4 * k4], even);
-            if (4 * k4 + 1 < r) odd = fmaf(-row.y, x[4 * k4 + 1], odd);
-            if (4 * k4 + 2 < r) even = fmaf(-row.z, x[4 * k4 + 2], even);
-            if (4 * k4 + 3 < r) odd = fmaf(-row.w, x[4 * k4 + 3], odd);
+        for (int k4 = (j + 1) / 4; k4 < 4; ++k4) {
+            const float4 l = load_float4(scratch + (j * kScratchStride + 4 * k4) * 4);
+            if (4 * k4 > j) sum[0] = fmaf(-l.x, x[4 * k4], sum[0]);
+            if (4 * k4 + 1 > j) sum[1] = fmaf(-l.y, x[4 * k4 + 1], sum[1]);
+            if (4 * k4 + 2 > j) sum[0] = fmaf(-l.z, x[4 * k4 + 2], sum[0]);
+            if (4 * k4 + 3 > j) sum[1] = fmaf(-l.w, x[4 * k4 + 3], sum[1]);
         }
-        x[r] = even + odd;
+        x[j] = sum[0] + sum[1];
     }
-    const float beta_column = __shfl_sync(~0u, beta, column);
-    const uint32_t at = slot + (lane < 16 ? slot::kTransformHigh : slot::kTransformLow) + (column >> 3) * 128 + (column & 7) * 2;
+    uint32_t t[kChunkTokens / 2];
 #pragma unroll
-    for (int r = 0; r < kChunkTokens; ++r) {
-        const float t = x[r] * beta_column;
-        const uint32_t high = pack_bf16(t, 0.f);
-        store_u16(at + (r >> 3) * 256 + (r & 7) * 16, lane < 16 ? high : pack_bf16(t - bf16_low(high), 0.f));
+    for (int k4 = 0; k4 < 4; ++k4) {
+        const float4 b = load_float4(scratch + (k4 * kScratchStride + kChunkTokens) * 4);
+        x[4 * k4] *= b.x, x[4 * k4 + 1] *= b.y, x[4 * k4 + 2] *= b.z, x[4 * k4 + 3] *= b.w;
+        t[2 * k4] = pack_bf16(x[4 * k4], x[4 * k4 + 1]);
+        t[2 * k4 + 1] = pack_bf16(x[4 * k4 + 2], x[4 * k4 + 3]);
     }
-    return __any_sync(~0u, collinear);
+    const uint32_t at = slot + (row >> 3) * 256 + (row & 7) * 16;
+    if (lane < kChunkTokens) {
+        store_u32x4(at + slot::kTransformHigh, t);
+        store_u32x4(at + slot::kTransformHigh + 128, t + 4);
+    } else if (collinear) {
+#pragma unroll
+        for (int j = 0; j < kChunkTokens / 2; ++j) t[j] = pack_bf16(x[2 * j] - bf16_low(t[j]), x[2 * j + 1] - bf16_high(t[j]));
+        store_u32x4(at + slot::kTransformLow, t);
+        store_u32x4(at + slot::kTransformLow + 128, t + 4);
+    }
+    return collinear;
 }
 
 }  // namespace flash_kda

@@ -1,8 +1,8 @@
-// Thin names over CuTe's instruction atoms, for fragments held in arrays. Shared-memory operands are byte addresses in the shared window.
+// Thin names over instructions, for fragments held in arrays; CuTe's atoms where they fit. Shared-memory operands are byte addresses in the
+// shared window, not pointers: the compiler turns every generic pointer back into one at a cost.
 #pragma once
 
-#include <cute/arch/copy_sm75.hpp>
-#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/arch/barrier.h>
@@ -16,10 +16,39 @@ struct alignas(64) TensorMap {
     unsigned char opaque[128];
 };
 
-using Barrier = cutlass::arch::ClusterTransactionBarrier;
-
 __device__ __forceinline__ char* shared_pointer(uint32_t address) {
     return static_cast<char*>(__cvta_shared_to_generic(address));
+}
+
+// mbarriers, by address.
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "AGAIN:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra AGAIN;\n"
+        "}"
+        :
+        : "r"(barrier), "r"(phase)
+        : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(barrier), "r"(bytes) : "memory");
+}
+
+// The value of lane 0, which the compiler then knows to be the same in the whole warp.
+__device__ __forceinline__ int uniform(int x) {
+    return __shfl_sync(~0u, x, 0);
 }
 
 // Four 8x8 b16 matrices; lane l gives the address of row l%8 of matrix l/8.
@@ -69,8 +98,8 @@ __device__ __forceinline__ float4 load_float4(uint32_t address) {
     return x;
 }
 
-__device__ __forceinline__ void store_float2(uint32_t address, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(address), "f"(x), "f"(y) : "memory");
+__device__ __forceinline__ void store_float(uint32_t address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" : : "r"(address), "f"(x) : "memory");
 }
 
 __device__ __forceinline__ void store_float4(uint32_t address, float x, float y, float z, float w) {
@@ -81,13 +110,18 @@ __device__ __forceinline__ void store_u32(uint32_t address, uint32_t x) {
     asm volatile("st.shared.b32 [%0], %1;" : : "r"(address), "r"(x) : "memory");
 }
 
-__device__ __forceinline__ void store_u16(uint32_t address, uint32_t x) {
-    asm volatile("{ .reg .b16 h; cvt.u16.u32 h, %1; st.shared.b16 [%0], h; }" : : "r"(address), "r"(x) : "memory");
+__device__ __forceinline__ void store_u32x4(uint32_t address, const uint32_t* x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" : : "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
 // d[16x8] += a[16x16] b[16x8], bf16 in, fp32 accumulate.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]);
+}
+
+// d[16x8] += a[16x8] b[8x8], bf16 in, fp32 accumulate.
+__device__ __forceinline__ void mma_k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    cute::SM80_16x8x8_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a0, a1, b, d[0], d[1], d[2], d[3]);
 }
 
 // d[16x8] += a[16x8] b[8x8], fp32 cut to tf32 in, fp32 accumulate.

@@ -7,7 +7,8 @@
 namespace flash_kda {
 
 inline constexpr int kScanWarps = kHeadDim / 16;  // each owns 16 rows of V of the state
-// Row stride of the fp32 matrix in a prepare warp's scratch: 20 floats keep its fragment stores at two lanes a bank.
+// A prepare warp's scratch: a 16x16 fp32 matrix, whose row stride of 20 floats keeps transposed fragment stores free of bank conflicts. The
+// four spare floats of rows 0-3 hold 16 more values.
 inline constexpr int kScratchStride = 20;
 inline constexpr int kScratchBytes = kChunkTokens * kScratchStride * 4;
 inline constexpr int kBarriersPerStage = 3;
@@ -23,7 +24,8 @@ struct Ring {
     static constexpr int kScratchOffset = kBiasOffset + kHeadDim * 4;
     static constexpr int kBarrierOffset = kScratchOffset + kPrepareWarps * kScratchBytes;
     static constexpr int kFlagOffset = kBarrierOffset + kStages * kBarriersPerStage * 8;
-    static constexpr int kSharedBytes = kFlagOffset + kStages * 4;
+    static constexpr int kChunksOffset = kFlagOffset + kStages * 4;
+    static constexpr int kSharedBytes = kChunksOffset + 12;
     // Dynamic shared memory starts at an address that the compiler may not place on 1024 bytes: room to align.
     static constexpr int kDynamicSharedBytes = kSharedBytes + slot::kAlignment;
 };

@@ -1,8 +1,7 @@
 // The state S [V, K] in fp32 registers, and the small products of the state step.
 #pragma once
 
-#include "kernels/common/ptx.cuh"
-#include "kernels/common/slot.h"
+#include "kernels/common/tile.cuh"
 
 namespace flash_kda {
 
@@ -57,12 +56,24 @@ __device__ __forceinline__ void pack_fragment(uint32_t (&a)[4], const float (&lo
     a[3] = pack_bf16(high[2], high[3]);
 }
 
-// What rounding to bf16 left over, itself in bf16.
+// What rounding to bf16 left over, itself in bf16. With near-equal keys the updates of a chunk nearly cancel, and the roundings of 16 of them
+// would add up to more than their sum: there the state takes this second term of U too.
 __device__ __forceinline__ void pack_fragment_rest(uint32_t (&rest)[4], const uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
     rest[0] = pack_bf16(low[0] - bf16_low(a[0]), low[1] - bf16_high(a[0]));
     rest[1] = pack_bf16(low[2] - bf16_low(a[1]), low[3] - bf16_high(a[1]));
     rest[2] = pack_bf16(high[0] - bf16_low(a[2]), high[1] - bf16_high(a[2]));
     rest[3] = pack_bf16(high[2] - bf16_low(a[3]), high[3] - bf16_high(a[3]));
+}
+
+// s += a K-, by mma.sync.
+__device__ __forceinline__ void add_key_minus(State& s, const uint32_t (&a)[4], const BlockAddresses& addresses) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        uint32_t k[4];
+        load_matrices_transposed(k, addresses.key_minus(i));
+        mma(s[2 * i], a, k[0], k[1]);
+        mma(s[2 * i + 1], a, k[2], k[3]);
+    }
 }
 
 // Where this lane addresses its scan warp's 16 columns of V, and of O, as four 8x8 matrices of [t][v]:
@@ -72,8 +83,10 @@ __device__ __forceinline__ uint32_t value_offset(int warp, int lane) {
     return (warp >> 2) * slot::kPanelStride + row * 128 + ((((warp & 3) * 2 + ((lane >> 3) & 1)) ^ (row & 7)) << 4);
 }
 
-// Offset in elements of a scan warp's first pair of this lane, in a state that starts at `state_index`.
+// Offset in elements of a scan warp's first pair of this lane, in a state that starts at `state_index`. Computed anew at each use: two
+// registers are too many to hold on to meanwhile.
 __device__ __forceinline__ long long state_pair_index(long long state_index, int warp, int lane) {
+    asm volatile("" : "+r"(lane), "+r"(warp));
     return state_index + (warp * 16 + (lane >> 2)) * kHeadDim + 2 * (lane & 3);
 }
 

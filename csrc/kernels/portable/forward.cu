@@ -15,37 +15,35 @@
 namespace flash_kda::portable {
 
 template <class Config>
-__device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline<Config>& pipe, const Chunks& chunks, long long state_index, int warp, int lane) {
-    const int c = lane & 3;
+__device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
+    const int warp = block.warp, lane = block.lane, c = lane & 3;
     const uint32_t fragment = fragment_offset(lane);
     const uint32_t v_offset = value_offset(warp, lane);
-    const long long index = state_pair_index(state_index, warp, lane);
     State s;
-    load_initial_state(s, p, index);
+    load_initial_state(s, p, state_pair_index(block.state_index(), warp, lane));
 
-    const int count = chunks.count();
-    for (int chunk = 0; chunk < count; ++chunk) {
-        const uint32_t slot = pipe.slot(chunk);
-        Barrier::wait(pipe.ready(chunk), Pipeline<Config>::phase(chunk));
+    Place<Config> place{block.base, 0, 0};
+    for (int left = block.chunks().count(); left > 0; --left, place.advance()) {
+        const uint32_t slot = place.slot();
+        barrier_wait(place.ready(), place.phase);
 
-        const BlockAddresses addresses(slot, fragment);
+        const BlockAddresses operands(slot, fragment);
         float p_k[2][4] = {}, out[2][4] = {};  // S K~^T and S Q~^T: tokens 0-7, 8-15
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             uint32_t a[4], k[4], q[4];
             pack_fragment(a, s[2 * i], s[2 * i + 1]);
-            load_matrices(k, addresses.key(i));
-            load_matrices(q, addresses.query(i));
+            load_matrices(k, operands.key(i));
+            load_matrices(q, operands.query(i));
             mma(p_k[0], a, k[0], k[2]);
             mma(p_k[1], a, k[1], k[3]);
             mma(out[0], a, q[0], q[2]);
             mma(out[1], a, q[1], q[3]);
         }
 
-        uint32_t v[4], high[4], low[4], scores[4];
+        uint32_t v[4], high[4], scores[4];
         load_matrices_transposed(v, slot + slot::kValue + v_offset);
         load_matrices(high, slot + slot::kTransformHigh + lane * 16);
-        load_matrices(low, slot + slot::kTransformLow + lane * 16);
         load_matrices(scores, slot + slot::kScores + lane * 16);
         __syncwarp();  // all of V is read before O is written over it
         float d[2][4], u[2][4] = {};
@@ -60,13 +58,14 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline<Conf
         uint32_t d_fragment[4], u_fragment[4];
         pack_fragment(d_fragment, d[0], d[1]);
         multiply_block_matrix(u, d_fragment, high);
-        multiply_block_matrix(u, d_fragment, low);
+        const bool collinear = load_u32(place.collinear()) != 0;
+        if (collinear) {
+            uint32_t low[4];
+            load_matrices(low, slot + slot::kTransformLow + lane * 16);
+            multiply_block_matrix(u, d_fragment, low);
+        }
         pack_fragment(u_fragment, u[0], u[1]);
         multiply_block_matrix(out, u_fragment, scores);
-
-        // With near-equal keys the updates nearly cancel, and the roundings of 16 of them would add up to more than the sum: carry what
-        // bf16 leaves of U as a second term there.
-        const bool collinear = load_u32(pipe.collinear(chunk)) != 0;
         uint32_t u_rest[4];
         if (collinear) {
             pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
@@ -80,29 +79,26 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Pipeline<Conf
         for (int i = 0; i < 8; ++i) {
             const float4 decay = load_float4(slot + slot::kDecay + i * 64 + c * 16);
             uint32_t k[4];
-            load_matrices_transposed(k, addresses.key_minus(i));
+            load_matrices_transposed(k, operands.key_minus(i));
             s[2 * i][0] *= decay.x, s[2 * i][1] *= decay.y, s[2 * i][2] *= decay.x, s[2 * i][3] *= decay.y;
             s[2 * i + 1][0] *= decay.z, s[2 * i + 1][1] *= decay.w, s[2 * i + 1][2] *= decay.z, s[2 * i + 1][3] *= decay.w;
             mma(s[2 * i], u_fragment, k[0], k[1]);
             mma(s[2 * i + 1], u_fragment, k[2], k[3]);
-            if (collinear) {
-                mma(s[2 * i], u_rest, k[0], k[1]);
-                mma(s[2 * i + 1], u_rest, k[2], k[3]);
-            }
         }
+        if (collinear) add_key_minus(s, u_rest, operands);
         cutlass::arch::fence_view_async_shared();  // O, for the TMA store
         __syncwarp();
-        if (lane == 0) Barrier::arrive(pipe.done(chunk));
+        if (cute::elect_one_sync()) barrier_arrive(place.done());
     }
 
-    store_final_state(s, p, index);
+    store_final_state(s, p, state_pair_index(block.state_index(), warp, lane));
 }
 
 template <class Config>
 __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
     const Block<Config> block(p);
     if (block.warp < kScanWarps) {
-        scan(p, block.pipe, block.chunks, block.state_index(), block.warp, block.lane);
+        scan(p, block);
     } else {
         block.feed(p, maps);
     }

@@ -17,18 +17,42 @@
 
 namespace flash_kda::sm90 {
 
-__device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
-    const auto& pipe = block.pipe;
-    const int warp = block.warp, lane = block.lane, c = lane & 3;
-    const uint32_t v_offset = value_offset(warp, lane);
-    const long long index = state_pair_index(block.state_index(), warp, lane);
-    State s;
-    load_initial_state(s, p, index);
+// This warp has read its operands of a chunk and written its part of O.
+__device__ __forceinline__ void hand_over(uint32_t done) {
+    cutlass::arch::fence_view_async_shared();  // O, for the TMA store
+    __syncwarp();
+    if (cute::elect_one_sync()) barrier_arrive(done);
+}
 
-    const int count = block.chunks.count();
-    for (int chunk = 0; chunk < count; ++chunk) {
-        const uint32_t slot = pipe.slot(chunk);
-        Barrier::wait(pipe.ready(chunk), Pipeline<Config>::phase(chunk));
+// The decays of 16-channel block i in the lanes' fragment layout, and the state's columns times them.
+__device__ __forceinline__ float4 load_decay(uint32_t slot, int i, int lane) {
+    return load_float4(slot + slot::kDecay + i * 64 + (lane & 3) * 16);
+}
+
+__device__ __forceinline__ void decay_block(State& s, int i, const float4& a) {
+    s[2 * i][0] *= a.x, s[2 * i][1] *= a.y, s[2 * i][2] *= a.x, s[2 * i][3] *= a.y;
+    s[2 * i + 1][0] *= a.z, s[2 * i + 1][1] *= a.w, s[2 * i + 1][2] *= a.z, s[2 * i + 1][3] *= a.w;
+}
+
+__device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
+    const int warp = block.warp, lane = block.lane;
+    const uint32_t v_offset = value_offset(warp, lane);
+    State s;
+    load_initial_state(s, p, state_pair_index(block.state_index(), warp, lane));
+
+    int left = block.chunks().count();
+    Place<Config> place{block.base, 0, 0};
+    constexpr int kAhead = 4;  // blocks whose decays are fetched a chunk ahead
+    float4 ahead[kAhead];
+    if (left > 0) {
+        barrier_wait(place.ready(), place.phase);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, lane);
+    }
+    uint32_t done_before = 0;
+    while (left > 0) {
+        const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
+        const uint32_t collinear_at = place.collinear();
 
         // P: columns are k's tokens 0-7, 8-15, then q's.
         uint32_t a[8][4];
@@ -38,22 +62,27 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
         pin(product);
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int i = 0; i < 8; ++i) wgmma_n32(product, a[i], key_query_descriptor(slot, i));
+        for (int i = 0; i < 8; ++i) wgmma_n32(product, a[i], key_query_descriptor(slot16, i));
         cute::warpgroup_commit_batch();
 
-        // Meanwhile: decay the state, whose bf16 copy the product reads.
+        // Meanwhile: hand over O of the chunk before, whose stores have long landed; see that the next chunk is ready (the wait also keeps
+        // the compiler from mixing what follows into the instructions above); decay the state, whose bf16 copy the product reads.
+        if (done_before != 0) hand_over(done_before);
+        done_before = done;
+        --left;
+        place.advance();
+        if (left > 0) barrier_wait(place.ready(), place.phase);
+        float4 decay[8 - kAhead];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float4 decay = load_float4(slot + slot::kDecay + i * 64 + c * 16);
-            s[2 * i][0] *= decay.x, s[2 * i][1] *= decay.y, s[2 * i][2] *= decay.x, s[2 * i][3] *= decay.y;
-            s[2 * i + 1][0] *= decay.z, s[2 * i + 1][1] *= decay.w, s[2 * i + 1][2] *= decay.z, s[2 * i + 1][3] *= decay.w;
-        }
-        uint32_t v[4], high[4], low[4], scores[4];
+        for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, lane);
+        uint32_t v[4], high[4], scores[4];
         load_matrices_transposed(v, slot + slot::kValue + v_offset);
         load_matrices(high, slot + slot::kTransformHigh + lane * 16);
-        load_matrices(low, slot + slot::kTransformLow + lane * 16);
+        const bool collinear = load_u32(collinear_at) != 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
         load_matrices(scores, slot + slot::kScores + lane * 16);
-        const bool collinear = load_u32(pipe.collinear(chunk)) != 0;
+        __syncwarp();  // all of V is read before O is written over it
         pin(s);
         cute::warpgroup_wait<0>();
         pin(product);
@@ -72,30 +101,37 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
         uint32_t d_fragment[4], u_fragment[4], u_rest[4] = {};
         pack_fragment(d_fragment, d[0], d[1]);
         multiply_block_matrix(u, d_fragment, high);
-        multiply_block_matrix(u, d_fragment, low);
+        if (collinear) {
+            uint32_t low[4];
+            load_matrices(low, slot + slot::kTransformLow + lane * 16);
+            multiply_block_matrix(u, d_fragment, low);
+        }
         pack_fragment(u_fragment, u[0], u[1]);
-        if (collinear) pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);  // see portable/forward.cu
+        // O's products first: behind the state's they would wait for the tensor cores.
+        multiply_block_matrix(out, u_fragment, scores);
+        if (collinear) {
+            pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
+            multiply_block_matrix(out, u_rest, scores);
+        }
 
         pin(s);
         cute::warpgroup_arrive();
-        wgmma_state(s, u_fragment, key_minus_descriptor(slot));
-        if (collinear) wgmma_state(s, u_rest, key_minus_descriptor(slot));
+        wgmma_state(s, u_fragment, key_minus_descriptor(slot16));
         cute::warpgroup_commit_batch();
-
-        // Meanwhile: O.
-        multiply_block_matrix(out, u_fragment, scores);
-        if (collinear) multiply_block_matrix(out, u_rest, scores);
+        if (left > 0) {
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, lane);
+        }
         uint32_t o[4];
         pack_fragment(o, out[0], out[1]);
         store_matrices_transposed(slot + slot::kOut + v_offset, o);
-        cutlass::arch::fence_view_async_shared();  // O, for the TMA store
         cute::warpgroup_wait<0>();
         pin(s);
-        __syncwarp();
-        if (lane == 0) Barrier::arrive(pipe.done(chunk));
+        if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(lane)));
     }
+    if (done_before != 0) hand_over(done_before);
 
-    store_final_state(s, p, index);
+    store_final_state(s, p, state_pair_index(block.state_index(), warp, lane));
 }
 
 }  // namespace flash_kda::sm90

@@ -9,23 +9,23 @@
 namespace flash_kda::sm90 {
 
 // Shared-memory matrix descriptor of a 128-byte-swizzled operand: address and leading offset in the low word, stride offset and swizzle in
-// the high one, offsets in units of 16 bytes.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading_bytes) {
+// the high one, all in units of 16 bytes. `slot16` is the slot's address in that unit; the operand lies `offset` bytes from there. Sums of one
+// variable and constants keep a descriptor at one instruction.
+__device__ __forceinline__ uint64_t descriptor(uint32_t slot16, uint32_t offset, uint32_t leading_bytes) {
     constexpr uint32_t kStrideBytes = 1024;  // to the next 8 rows
     constexpr uint32_t kSwizzle128 = 1u << 30;
-    const uint32_t low = (address >> 4) + ((leading_bytes >> 4) << 16);
     constexpr uint32_t high = (kStrideBytes >> 4) | kSwizzle128;
-    return (static_cast<uint64_t>(high) << 32) | low;
+    return (static_cast<uint64_t>(high) << 32) | (slot16 + ((offset >> 4) + ((leading_bytes >> 4) << 16)));
 }
 
 // [K~ ; Q~], 32 rows, channels 16i..16i+15: a K-major operand whose columns are tokens.
-__device__ __forceinline__ uint64_t key_query_descriptor(uint32_t slot, int i) {
-    return descriptor(slot + slot::kKey + (i >> 2) * slot::kKeyQueryPanelStride + (i & 3) * 32, 16);
+__device__ __forceinline__ uint64_t key_query_descriptor(uint32_t slot16, int i) {
+    return descriptor(slot16, slot::kKey + (i >> 2) * slot::kKeyQueryPanelStride + (i & 3) * 32, 16);
 }
 
 // K-, 16 rows (tokens) of 128 channels: an N-major operand whose columns are channels.
-__device__ __forceinline__ uint64_t key_minus_descriptor(uint32_t slot) {
-    return descriptor(slot + slot::kKeyMinus, slot::kPanelStride);
+__device__ __forceinline__ uint64_t key_minus_descriptor(uint32_t slot16) {
+    return descriptor(slot16, slot::kKeyMinus, slot::kPanelStride);
 }
 
 using Major = cute::SM90::GMMA::Major;
