@@ -174,25 +174,6 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(alone=False)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    cubins = commands.add_parser("cubins", help="compile device code alone, into a folder")
-    cubins.add_argument("--arch", default="", help=f"{allowed()} (default: FLASH_KDA_CUDA_ARCHS, else auto)")
-    cubins.add_argument("--out", required=True, help="folder for UNIT.ARCH.cubin")
-    cubins.add_argument("--unit", action="append", choices=sorted(UNIT_BY_NAME), help="only this unit; may be repeated")
-    cubins.add_argument("--source", help="compile this .cu instead of the units, for experiments")
-    cubins.add_argument(
-        "--option", action="append", default=[], help="extra option for NVRTC, as --option=-DX=1; may be repeated"
-    )
-    cubins.add_argument("--keep-ptx", action="store_true", help="also write UNIT.ARCH.ptx")
-    cubins.add_argument(
-        "--lineinfo", action="store_true", help="line tables for profilers; holds paths of this machine"
-    )
-    cubins.add_argument("--allow-spills", action="store_true", help="report register spills, but go on")
-    cubins.set_defaults(run=command_cubins)
-
-    sub = commands.add_parser("plan", help="say what a build would do and why; builds nothing")
-    sub.add_argument("--archs", default="", help=f"{allowed()} (default: FLASH_KDA_CUDA_ARCHS, else auto)")
-    sub.set_defaults(run=command_plan)
-
     sub = commands.add_parser(
         "wheel", help="build a release wheel, install it into a fresh environment, run its doctor"
     )
@@ -207,18 +188,37 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     sub.set_defaults(run=command_test, alone=True)
 
-    sub = commands.add_parser("format", help="bring the sources into the form that the checks want")
-    sub.add_argument("files", nargs="*", help="only these files (default: all)")
-    sub.set_defaults(run=command_format, alone=True)
+    sub = commands.add_parser("plan", help="say what a build would do and why; builds nothing")
+    sub.add_argument("--archs", default="", help=f"{allowed()} (default: FLASH_KDA_CUDA_ARCHS, else auto)")
+    sub.set_defaults(run=command_plan)
 
     sub = commands.add_parser("lock", help="build all device code and write device-code.lock")
     sub.set_defaults(run=command_lock, alone=True)
+
+    sub = commands.add_parser("format", help="bring the sources into the form that the checks want")
+    sub.add_argument("files", nargs="*", help="only these files (default: all)")
+    sub.set_defaults(run=command_format, alone=True)
 
     sub = commands.add_parser(
         "toolchain", help="download the toolchain's wheels into a folder, for builds without network"
     )
     sub.add_argument("--out", required=True, help="the folder")
     sub.set_defaults(run=command_toolchain)
+
+    cubins = commands.add_parser("cubins", help="compile device code alone, into a folder")
+    cubins.add_argument("--arch", default="", help=f"{allowed()} (default: FLASH_KDA_CUDA_ARCHS, else auto)")
+    cubins.add_argument("--out", required=True, help="folder for UNIT.ARCH.cubin")
+    cubins.add_argument("--unit", action="append", choices=sorted(UNIT_BY_NAME), help="only this unit; may be repeated")
+    cubins.add_argument("--source", help="compile this .cu instead of the units, for experiments")
+    cubins.add_argument(
+        "--option", action="append", default=[], help="extra option for NVRTC, as --option=-DX=1; may be repeated"
+    )
+    cubins.add_argument("--keep-ptx", action="store_true", help="also write UNIT.ARCH.ptx")
+    cubins.add_argument(
+        "--lineinfo", action="store_true", help="line tables for profilers; holds paths of this machine"
+    )
+    cubins.add_argument("--allow-spills", action="store_true", help="report register spills, but go on")
+    cubins.set_defaults(run=command_cubins)
 
     module = commands.add_parser("module", help="build flash_kda/_native in place, for any Python of this machine")
     module.add_argument("--python", default=sys.executable, help="the Python that will import it (default: this one)")
