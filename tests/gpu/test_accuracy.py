@@ -70,9 +70,12 @@ def test_equal_keys() -> None:
 
 
 def test_nearly_equal_keys() -> None:
+    """Keys that differ by 5 %. The state collects in the directions in which they differ, and of those the operands' rounding to
+    bf16 (0.2 % of a key) takes 3 %; a series for the inverse would give garbage or NaN here.
+    """
     problem = cases.equal_keys("cuda", 4096, 4)
     problem.k.add_(0.05 * cases.make("cuda", [4096], 4, seed=12).k)
-    cases.check_against_oracle("nearly equal keys T=4096", problem, cases.EQUAL_KEYS_LIMIT)
+    cases.check_against_oracle("nearly equal keys T=4096", problem, 5e-2)
 
 
 @pytest.mark.parametrize("lower_bound", [-0.01, -1.0, -5.0])

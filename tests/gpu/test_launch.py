@@ -44,9 +44,13 @@ def test_side_stream() -> None:
     expected, _ = cases.run(problem)
     late = problem.replace(v=torch.zeros_like(problem.v))
     out = torch.full_like(problem.q, float("nan"))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # everything that a stream's first use sets up, which may wait for the device
+        torch.cuda._sleep(1)
+        late.v.copy_(late.v)
+        torch.cuda.Event().record()
     torch.cuda.synchronize()
     default_done = busy(0.5)
-    side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(int(0.02 * 2e9))
         late.v.copy_(problem.v)  # the input becomes right only now
