@@ -174,7 +174,6 @@ def _make(job: Job, toolchain: Toolchain, store: Path) -> tuple[Cubin, Optional[
                 # Another build of the same inputs was faster; its result is the same.
                 if not _load(job, folder):
                     raise
-            os.makedirs(part, exist_ok=True)
     made.path = folder / "code.cubin"
     return made, time.monotonic() - start
 

@@ -74,6 +74,10 @@ def release(arch_setting: str, output: Path, log: Log = print) -> Path:
     return wheel
 
 
+# Lines of the build that a person wants to see; the rest is setuptools talking.
+_PROGRESS = ("toolchain", "architectures", "device", "host module", "waiting", "registers", "  ptxas", "  kernels/")
+
+
 def build_raw(toolchain: Toolchain, output: Path, arch_setting: str, log: Log = print) -> Path:
     """Build the wheel with the pinned setuptools, out of reach of whatever is installed; returns its path."""
     script = "import sys; from setuptools import build_meta; print('wheel: ' + build_meta.build_wheel(sys.argv[1]))"
@@ -97,7 +101,7 @@ def build_raw(toolchain: Toolchain, output: Path, arch_setting: str, log: Log = 
     lines: list[str] = []
     for line in process.stdout or ():
         lines.append(line.rstrip("\n"))
-        if line.startswith(("toolchain", "architectures", "device", "host module", "waiting", "registers")):
+        if line.startswith(_PROGRESS):
             log(lines[-1])
     if process.wait() != 0:
         problem = next((line for line in reversed(lines) if line.startswith("error: ")), "")
