@@ -91,7 +91,8 @@ PYBIND11_MODULE(_native, m) {
     m.def("device_count", &device_count, "Visible CUDA devices; 0 without a working driver.");
     m.def("device_info", &device, "index"_a);
     m.def("select", &selection, "index"_a,
-          "What this device uses: dict unit, arch, sha256, size of the cubin, and kernel, its entry's name. RuntimeError with the reason if none fits.");
+          "What this device uses: dict unit, arch, sha256, size of the cubin, and kernel, its entry's name. RuntimeError with the reason if none "
+          "fits.");
     m.def("forward", &forward, "device"_a, "stream"_a, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "out"_a, "q_strides"_a, "k_strides"_a, "v_strides"_a,
           "g_strides"_a, "beta_strides"_a, "out_strides"_a, "B"_a, "T"_a, "H"_a, "N"_a, "A_log"_a, "dt_bias"_a, "initial_state"_a,
           "initial_is_fp32"_a, "final_state"_a, "final_is_fp32"_a, "cu_seqlens"_a, "cu_is_int64"_a, "scale"_a, "lower_bound"_a,

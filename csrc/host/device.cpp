@@ -89,10 +89,9 @@ LoadedKernel load_kernel(int index) {
     CUmodule module;
     driver.check(driver.module_load(&module, choice.cubin->begin), "loading the embedded kernel");
     const CUresult found = driver.module_function(&loaded.function, module, choice.kernel->entry);
-    const CUresult sized =
-        found != CUDA_SUCCESS
-            ? found
-            : driver.function_attribute(loaded.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, choice.kernel->shared_bytes);
+    const CUresult sized = found != CUDA_SUCCESS ? found
+                                                 : driver.function_attribute(loaded.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                                                             choice.kernel->shared_bytes);
     if (sized != CUDA_SUCCESS) driver.module_unload(module);
     driver.check(found, "finding the kernel's entry point");
     driver.check(sized, "raising the kernel's shared-memory limit");

@@ -12,8 +12,8 @@ struct DeviceInfo {
     std::string name;
     int major = 0, minor = 0;
     int sm_count = 0;
-    std::size_t total_memory = 0;            // bytes
-    int shared_memory_per_block_optin = 0;   // bytes
+    std::size_t total_memory = 0;           // bytes
+    int shared_memory_per_block_optin = 0;  // bytes
 };
 
 // 0 if there is no working driver.
@@ -21,11 +21,11 @@ int device_count();
 DeviceInfo device_info(int index);
 // A kernel: an entry point of a unit's cubin, and what its launch needs.
 struct Kernel {
-    const char* name;   // what the environment variable FLASH_KDA_KERNEL calls it
+    const char* name;  // what the environment variable FLASH_KDA_KERNEL calls it
     const char* unit;
     const char* entry;
-    int threads;        // in a block
-    int shared_bytes;   // dynamic, in a block
+    int threads;       // in a block
+    int shared_bytes;  // dynamic, in a block
 };
 
 struct Choice {

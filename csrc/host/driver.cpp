@@ -14,11 +14,11 @@ Driver open_driver() {
         driver.reason = "the NVIDIA driver library libcuda.so.1 cannot be opened (no driver on this machine, or a container started without its GPU)";
         return driver;
     }
-#define FLASH_KDA_RESOLVE(member, function, symbol)                                                        \
-    driver.member = reinterpret_cast<decltype(driver.member)>(dlsym(library, symbol));                     \
-    if (driver.member == nullptr) {                                                                        \
+#define FLASH_KDA_RESOLVE(member, function, symbol)                                                                      \
+    driver.member = reinterpret_cast<decltype(driver.member)>(dlsym(library, symbol));                                   \
+    if (driver.member == nullptr) {                                                                                      \
         driver.reason = "the NVIDIA driver has no " symbol ": it is too old, CUDA 12.0 (driver 525) or newer is needed"; \
-        return driver;                                                                                     \
+        return driver;                                                                                                   \
     }
     FLASH_KDA_DRIVER_CALLS(FLASH_KDA_RESOLVE)
 #undef FLASH_KDA_RESOLVE

@@ -8,26 +8,26 @@
 namespace flash_kda {
 
 // cuda.h's macros turn some names into their _v2 form; the second column is the symbol that the library exports.
-#define FLASH_KDA_DRIVER_CALLS(X)                                            \
-    X(init, cuInit, "cuInit")                                                \
-    X(driver_version, cuDriverGetVersion, "cuDriverGetVersion")              \
-    X(error_name, cuGetErrorName, "cuGetErrorName")                          \
-    X(error_string, cuGetErrorString, "cuGetErrorString")                    \
-    X(device_count, cuDeviceGetCount, "cuDeviceGetCount")                    \
-    X(device_get, cuDeviceGet, "cuDeviceGet")                                \
-    X(device_name, cuDeviceGetName, "cuDeviceGetName")                       \
-    X(device_memory, cuDeviceTotalMem, "cuDeviceTotalMem_v2")                \
-    X(device_attribute, cuDeviceGetAttribute, "cuDeviceGetAttribute")        \
-    X(context_retain, cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain")  \
-    X(context_current, cuCtxGetCurrent, "cuCtxGetCurrent")                   \
-    X(context_push, cuCtxPushCurrent, "cuCtxPushCurrent_v2")                 \
-    X(context_pop, cuCtxPopCurrent, "cuCtxPopCurrent_v2")                    \
+#define FLASH_KDA_DRIVER_CALLS(X)                                                           \
+    X(init, cuInit, "cuInit")                                                               \
+    X(driver_version, cuDriverGetVersion, "cuDriverGetVersion")                             \
+    X(error_name, cuGetErrorName, "cuGetErrorName")                                         \
+    X(error_string, cuGetErrorString, "cuGetErrorString")                                   \
+    X(device_count, cuDeviceGetCount, "cuDeviceGetCount")                                   \
+    X(device_get, cuDeviceGet, "cuDeviceGet")                                               \
+    X(device_name, cuDeviceGetName, "cuDeviceGetName")                                      \
+    X(device_memory, cuDeviceTotalMem, "cuDeviceTotalMem_v2")                               \
+    X(device_attribute, cuDeviceGetAttribute, "cuDeviceGetAttribute")                       \
+    X(context_retain, cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain")                 \
+    X(context_current, cuCtxGetCurrent, "cuCtxGetCurrent")                                  \
+    X(context_push, cuCtxPushCurrent, "cuCtxPushCurrent_v2")                                \
+    X(context_pop, cuCtxPopCurrent, "cuCtxPopCurrent_v2")                                   \
     X(capture_mode, cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode") \
-    X(module_load, cuModuleLoadData, "cuModuleLoadData")                     \
-    X(module_unload, cuModuleUnload, "cuModuleUnload")                       \
-    X(module_function, cuModuleGetFunction, "cuModuleGetFunction")           \
-    X(function_attribute, cuFuncSetAttribute, "cuFuncSetAttribute")          \
-    X(encode_tensor_map, cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled")   \
+    X(module_load, cuModuleLoadData, "cuModuleLoadData")                                    \
+    X(module_unload, cuModuleUnload, "cuModuleUnload")                                      \
+    X(module_function, cuModuleGetFunction, "cuModuleGetFunction")                          \
+    X(function_attribute, cuFuncSetAttribute, "cuFuncSetAttribute")                         \
+    X(encode_tensor_map, cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled")                  \
     X(launch, cuLaunchKernel, "cuLaunchKernel")
 
 struct Driver {

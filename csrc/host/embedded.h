@@ -6,9 +6,9 @@
 namespace flash_kda {
 
 struct EmbeddedCubin {
-    const char* unit;    // kernel source it was compiled from, e.g. "portable"
-    const char* arch;    // target, e.g. "90a"
-    int major;           // compute capability it runs on: major.minor_first .. major.minor_last
+    const char* unit;  // kernel source it was compiled from, e.g. "portable"
+    const char* arch;  // target, e.g. "90a"
+    int major;         // compute capability it runs on: major.minor_first .. major.minor_last
     int minor_first;
     int minor_last;
     const char* sha256;  // of the bytes [begin, end)

@@ -12,8 +12,8 @@ struct TokenStrides {
 };
 
 struct ForwardParams {
-    const void* beta;           // bf16 logits [B, T, H]
-    void* out;                  // bf16 [B, T, H, 128]
+    const void* beta;  // bf16 logits [B, T, H]
+    void* out;         // bf16 [B, T, H, 128]
     TokenStrides beta_strides;
     TokenStrides out_strides;
     const float* A_log;         // [H]
@@ -23,12 +23,12 @@ struct ForwardParams {
     const void* cu_seqlens;     // [N + 1] or null: sequence n is batch row n
     int initial_is_fp32;        // else bf16
     int final_is_fp32;
-    int cu_seqlens_is_int64;    // else int32
-    int T;                      // tokens in one batch row (all tokens with cu_seqlens)
+    int cu_seqlens_is_int64;  // else int32
+    int T;                    // tokens in one batch row (all tokens with cu_seqlens)
     int H;
     int N;
     float scale;
-    float lower_bound;          // natural-log decay of one token is lower_bound * sigmoid(...)
+    float lower_bound;  // natural-log decay of one token is lower_bound * sigmoid(...)
 };
 
 }  // namespace flash_kda

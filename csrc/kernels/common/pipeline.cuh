@@ -125,15 +125,15 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, u
 // ---- prepare -------------------------------------------------------------------------------------------------------------------------
 
 template <class Config>
-__device__ __forceinline__ void prepare(const ForwardParams& p, uint32_t base, const Chunks& chunks, GateConstants gate, int head, int warp, int lane) {
+__device__ __forceinline__ void prepare(const ForwardParams& p, uint32_t base, const Chunks& chunks, GateConstants gate, int head, int warp,
+                                        int lane) {
     const uint32_t bias = base + Config::kBiasOffset, scratch = base + Config::kScratchOffset + warp * kScratchBytes;
     const int count = chunks.count();
     // Lane t's logit of a chunk, 0 past the end; fetched one round ahead, for it comes straight from memory.
     const auto load_logit = [&](int chunk) -> uint32_t {
         const int token = chunk * kChunkTokens + lane;
         if (lane >= kChunkTokens || token >= chunks.tokens) return 0;
-        const long long at =
-            chunks.batch * p.beta_strides.batch + (chunks.first + token) * p.beta_strides.token + head * p.beta_strides.head;
+        const long long at = chunks.batch * p.beta_strides.batch + (chunks.first + token) * p.beta_strides.token + head * p.beta_strides.head;
         return static_cast<const unsigned short*>(p.beta)[at];
     };
     uint32_t next_logit = load_logit(warp);

@@ -68,6 +68,22 @@ __device__ __forceinline__ void clear_tail_rows(uint32_t slot, int valid, int la
     __syncwarp();
 }
 
+// Product of 8x8 matrices, lane's elements: a at row g, columns 2c and 2c+1; b at rows 2c and 2c+1, column g; the result as a. It is the
+// upper half of an mma whose k = c stands for 2c, k = c+4 for 2c+1: so an accumulator is an A fragment. tf32 is accurate to 2^-11, which is
+// finer than the bf16 that T becomes; `exact` adds what the cut to tf32 leaves over.
+__device__ __forceinline__ float2 multiply_8x8(float a0, float a1, float b0, float b1, bool exact) {
+    const auto rest = [](float x) { return __float_as_uint(x - __uint_as_float(__float_as_uint(x) & 0xffffe000u)); };
+    float d[4] = {};
+    const uint32_t a[4] = {__float_as_uint(a0), 0u, __float_as_uint(a1), 0u};
+    mma_tf32(d, a, __float_as_uint(b0), __float_as_uint(b1));
+    if (exact) {
+        const uint32_t a_rest[4] = {rest(a0), 0u, rest(a1), 0u};
+        mma_tf32(d, a_rest, __float_as_uint(b0), __float_as_uint(b1));
+        mma_tf32(d, a, rest(b0), rest(b1));
+    }
+    return {d[0], d[1]};
+}
+
 // Above this |beta_t K~_t . K^_s| the keys of a chunk count as near-equal.
 inline constexpr float kCollinear = 0.5f;
 
@@ -98,18 +114,14 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         }
     }
 
-    float m[2][4] = {}, scores[2][4] = {};  // columns (tokens) 0-7, 8-15
-#pragma unroll 2  // whole, the loop outgrows the instruction cache: 20 % slower
-    for (int i = 0; i < 8; ++i) {
-        // Gate, lane = channel: registers 0, 1 are channel g, tokens 2c.. and 8+2c..; 2, 3 are channel 8+g.
-        uint32_t raw[4], k[4], q[4];
+    // G of block i. Gate, lane = channel: registers 0, 1 are channel g, tokens 2c.. and 8+2c..; 2, 3 are channel 8+g.
+    const auto sum_log_decays = [&](int i, float (&cumulative)[2][4]) {
+        uint32_t raw[4];
         load_matrices_transposed(raw, block_address(slot, fragment, i, slot::kGate, slot::kPanelStride));
-        load_matrices(k, block_address(slot, fragment, i, slot::kKey, slot::kKeyQueryPanelStride));
-        load_matrices(q, block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride));
-        __syncwarp();  // the results go to the same places
-        float cumulative[2][4] = {};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) cumulative[n][e] = 0.f;
             const float b = load_float(bias + (16 * i + 8 * n + g) * 4);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -120,7 +132,11 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
                 mma_tf32(cumulative[n], ones[h], __float_as_uint(x0), __float_as_uint(x1));
             }
         }
+    };
 
+    float m[2][4] = {}, scores[2][4] = {};  // columns (tokens) 0-7, 8-15
+    // The rest of block i, given its G.
+    const auto decay_block = [&](int i, const uint32_t (&k)[4], const uint32_t (&q)[4], const float (&cumulative)[2][4]) {
         float a[2][4];
         uint32_t k_decayed[4], q_decayed[4], k_inverse[4], k_minus[4];
 #pragma unroll
@@ -151,6 +167,35 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         store_matrices(block_address(slot, fragment, i, slot::kKey, slot::kKeyQueryPanelStride), k_decayed);
         store_matrices(block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride), q_decayed);
         store_matrices(block_address(slot, fragment, i, slot::kKeyMinus, slot::kPanelStride), k_minus);
+    };
+    const auto load_block = [&](int i, uint32_t (&k)[4], uint32_t (&q)[4]) {
+        load_matrices(k, block_address(slot, fragment, i, slot::kKey, slot::kKeyQueryPanelStride));
+        load_matrices(q, block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride));
+    };
+
+    // G one block ahead, so that its long chain runs beside the rest of the block before. Unrolled whole, the loop outgrows the instruction
+    // cache.
+    float cumulative[2][4];
+    sum_log_decays(0, cumulative);
+#pragma unroll 2
+    for (int i = 0; i < 7; ++i) {
+        uint32_t k[4], q[4];
+        load_block(i, k, q);
+        float next[2][4];
+        sum_log_decays(i + 1, next);
+        __syncwarp();  // the results go to the same places
+        decay_block(i, k, q, cumulative);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) cumulative[n][e] = next[n][e];
+        }
+    }
+    {
+        uint32_t k[4], q[4];
+        load_block(7, k, q);
+        __syncwarp();
+        decay_block(7, k, q, cumulative);
     }
 
     // Scores: lower triangle with the diagonal. Above it 1/A may have overflowed: select, do not multiply.
@@ -163,8 +208,8 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         store_u32(at + 384, pack_bf16(s <= g ? scores[1][2] : 0.f, s + 1 <= g ? scores[1][3] : 0.f));
     }
 
-    // T. Lane i finds row i of X = (I + diag(beta) M)^-1 by substitution, x_ij = [i = j] - sum_{k>j} x_ik L_kj, from L transposed in the
-    // scratch; lanes 16-31 repeat lanes 0-15 and store what bf16 leaves of T, if that matters.
+    // T = X diag(beta), X = (I + L)^-1, L = diag(beta) M, in 8x8 blocks: X11 and X22 by substitution, X21 = -X22 L21 X11. L goes to the
+    // scratch transposed, X11 and X22 then over it, by rows.
     const float beta_low = __shfl_sync(~0u, beta, g), beta_high = __shfl_sync(~0u, beta, g + 8);
     bool near_equal = false;
 #pragma unroll
@@ -173,20 +218,21 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         near_equal |= fabsf(m[0][2 + e]) > kCollinear;
         near_equal |= 2 * c + e < g && fmaxf(fabsf(m[0][e]), fabsf(m[1][2 + e])) > kCollinear;
         store_float(scratch + ((2 * c + e) * kScratchStride + g) * 4, m[0][e]);
-        store_float(scratch + ((2 * c + e) * kScratchStride + g + 8) * 4, m[0][2 + e]);
         store_float(scratch + ((2 * c + e + 8) * kScratchStride + g + 8) * 4, m[1][2 + e]);
     }
     const bool collinear = __any_sync(~0u, near_equal);
     if (lane < kChunkTokens) store_float(scratch + ((lane >> 2) * kScratchStride + kChunkTokens + (lane & 3)) * 4, beta);
     __syncwarp();
-    const int row = lane & 15;
-    float x[kChunkTokens];
+    // Lane i of 16 finds its row within its block: x_ij = [i = j] - sum_{k>j} x_ik L_kj. (Lanes 16-31 repeat them.)
+    const int row = lane & 15, block = (row >> 3) * 8;
+    const uint32_t diagonal = scratch + (block * kScratchStride + block) * 4;
+    float x[8];
 #pragma unroll
-    for (int j = kChunkTokens - 1; j >= 0; --j) {
-        float sum[2] = {j == row ? 1.f : 0.f, 0.f};
+    for (int j = 7; j >= 0; --j) {
+        float sum[2] = {j == row - block ? 1.f : 0.f, 0.f};
 #pragma unroll
-        for (int k4 = (j + 1) / 4; k4 < 4; ++k4) {
-            const float4 l = load_float4(scratch + (j * kScratchStride + 4 * k4) * 4);
+        for (int k4 = (j + 1) / 4; k4 < 2; ++k4) {
+            const float4 l = load_float4(diagonal + (j * kScratchStride + 4 * k4) * 4);
             if (4 * k4 > j) sum[0] = fmaf(-l.x, x[4 * k4], sum[0]);
             if (4 * k4 + 1 > j) sum[1] = fmaf(-l.y, x[4 * k4 + 1], sum[1]);
             if (4 * k4 + 2 > j) sum[0] = fmaf(-l.z, x[4 * k4 + 2], sum[0]);
@@ -194,23 +240,45 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         }
         x[j] = sum[0] + sum[1];
     }
-    uint32_t t[kChunkTokens / 2];
-#pragma unroll
-    for (int k4 = 0; k4 < 4; ++k4) {
-        const float4 b = load_float4(scratch + (k4 * kScratchStride + kChunkTokens) * 4);
-        x[4 * k4] *= b.x, x[4 * k4 + 1] *= b.y, x[4 * k4 + 2] *= b.z, x[4 * k4 + 3] *= b.w;
-        t[2 * k4] = pack_bf16(x[4 * k4], x[4 * k4 + 1]);
-        t[2 * k4 + 1] = pack_bf16(x[4 * k4 + 2], x[4 * k4 + 3]);
-    }
-    const uint32_t at = slot + (row >> 3) * 256 + (row & 7) * 16;
+    __syncwarp();
     if (lane < kChunkTokens) {
-        store_u32x4(at + slot::kTransformHigh, t);
-        store_u32x4(at + slot::kTransformHigh + 128, t + 4);
-    } else if (collinear) {
+        store_float4(scratch + (row * kScratchStride + block) * 4, x[0], x[1], x[2], x[3]);
+        store_float4(scratch + (row * kScratchStride + block + 4) * 4, x[4], x[5], x[6], x[7]);
+    }
+    __syncwarp();
+    // -X21: L21 X11, then X22 times it. Both take the right factor by rows 2c, 2c+1, column g; m[0][2..3] is L21 by row g, columns 2c, 2c+1.
+    const uint32_t rows = scratch + (2 * c * kScratchStride + g) * 4;
+    const float2 y = multiply_8x8(m[0][2], m[0][3], load_float(rows), load_float(rows + kScratchStride * 4), collinear);
+    // Transposed through the scratch's free corner.
+    store_float(scratch + (2 * c * kScratchStride + 8 + g) * 4, y.x);
+    store_float(scratch + ((2 * c + 1) * kScratchStride + 8 + g) * 4, y.y);
+    __syncwarp();
+    const uint32_t x22_row = scratch + ((8 + g) * kScratchStride + 8 + 2 * c) * 4, y_column = scratch + (g * kScratchStride + 8 + 2 * c) * 4;
+    const float2 x21 = multiply_8x8(load_float(x22_row), load_float(x22_row + 4), load_float(y_column), load_float(y_column + 4), collinear);
+    // Stores: a row of 8 of a diagonal block each by lanes 0-15; a pair of X21 and of the zero block by every lane. Then what bf16 left over.
+    const uint32_t row_at = slot + (block >> 3) * (128 + 256) + (row & 7) * 16, pair_at = slot + lane * 4;
+    uint32_t t[4];
+    float2 pair;
+    {
+        const uint32_t b = scratch + ((block >> 2) * kScratchStride + kChunkTokens) * 4;
+        const float4 first = load_float4(b), second = load_float4(b + kScratchStride * 4);
+        x[0] *= first.x, x[1] *= first.y, x[2] *= first.z, x[3] *= first.w;
+        x[4] *= second.x, x[5] *= second.y, x[6] *= second.z, x[7] *= second.w;
+        pair.x = -x21.x * __shfl_sync(~0u, beta, 2 * c), pair.y = -x21.y * __shfl_sync(~0u, beta, 2 * c + 1);
+    }
 #pragma unroll
-        for (int j = 0; j < kChunkTokens / 2; ++j) t[j] = pack_bf16(x[2 * j] - bf16_low(t[j]), x[2 * j + 1] - bf16_high(t[j]));
-        store_u32x4(at + slot::kTransformLow, t);
-        store_u32x4(at + slot::kTransformLow + 128, t + 4);
+    for (int j = 0; j < 4; ++j) t[j] = pack_bf16(x[2 * j], x[2 * j + 1]);
+    uint32_t t21 = pack_bf16(pair.x, pair.y);
+    if (lane < kChunkTokens) store_u32x4(row_at + slot::kTransformHigh, t);
+    store_u32(pair_at + slot::kTransformHigh + 128, 0u);
+    store_u32(pair_at + slot::kTransformHigh + 256, t21);
+    if (collinear) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) t[j] = pack_bf16(x[2 * j] - bf16_low(t[j]), x[2 * j + 1] - bf16_high(t[j]));
+        t21 = pack_bf16(pair.x - bf16_low(t21), pair.y - bf16_high(t21));
+        if (lane < kChunkTokens) store_u32x4(row_at + slot::kTransformLow, t);
+        store_u32(pair_at + slot::kTransformLow + 128, 0u);
+        store_u32(pair_at + slot::kTransformLow + 256, t21);
     }
     return collinear;
 }

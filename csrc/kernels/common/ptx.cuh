@@ -2,10 +2,10 @@
 // shared window, not pointers: the compiler turns every generic pointer back into one at a cost.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm80.hpp>
-#include <cutlass/arch/barrier.h>
 
 #include "kernels/common/params.h"
 

@@ -20,8 +20,8 @@ inline constexpr int kOut = kValue;
 inline constexpr int kPanelStride = kPanelBytes;
 // 16x16 bf16 matrices as four 8x8 blocks of 128 bytes, block (row/8, col/8) at index 2*(row/8) + col/8.
 inline constexpr int kBlockMatrixBytes = 512;
-inline constexpr int kScores = 8 * kPanelBytes;                     // lower(Q~ K^^T), [t][s]
-inline constexpr int kTransformHigh = kScores + kBlockMatrixBytes;  // T, [t][s], bf16
+inline constexpr int kScores = 8 * kPanelBytes;                           // lower(Q~ K^^T), [t][s]
+inline constexpr int kTransformHigh = kScores + kBlockMatrixBytes;        // T, [t][s], bf16
 inline constexpr int kTransformLow = kTransformHigh + kBlockMatrixBytes;  // T minus its bf16 rounding
 // A_C: 128 fp32. Channel ch at float (ch/16)*16 + (ch%8/2)*4 + (ch%16/8)*2 + ch%2: what one lane of the state's
 // fragment layout needs for 16 channels is one 16-byte word.

@@ -8,9 +8,9 @@ namespace flash_kda::sm90 {
 using Config = Ring<12, 7>;
 static_assert(Config::kWarps == 16, "four warpgroups: two scan, two prepare and move");
 static_assert(Config::kDynamicSharedBytes <= 227 * 1024);
-// 512 threads start with 128 registers each; the scan warpgroups take 32 from each of the others.
-inline constexpr int kScanRegisters = 160;
-inline constexpr int kFeedRegisters = 96;
+// 512 threads start with 128 registers each; the scan warpgroups take 24 from each of the others.
+inline constexpr int kScanRegisters = 152;
+inline constexpr int kFeedRegisters = 104;
 inline constexpr const char* kEntry = "flash_kda_forward_sm90";
 
 }  // namespace flash_kda::sm90

@@ -32,15 +32,15 @@ using Major = cute::SM90::GMMA::Major;
 
 // d[64x32] += a[64x16] b. The accumulator's quads are 8-column tiles.
 __device__ __forceinline__ void wgmma_n32(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
-    cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::K>::fma(
-        a[0], a[1], a[2], a[3], b, d[0][0], d[0][1], d[0][2], d[0][3], d[1][0], d[1][1], d[1][2], d[1][3], d[2][0], d[2][1], d[2][2], d[2][3],
-        d[3][0], d[3][1], d[3][2], d[3][3]);
+    cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::K>::fma(a[0], a[1], a[2], a[3], b, d[0][0], d[0][1], d[0][2], d[0][3], d[1][0],
+                                                                           d[1][1], d[1][2], d[1][3], d[2][0], d[2][1], d[2][2], d[2][3], d[3][0],
+                                                                           d[3][1], d[3][2], d[3][3]);
 }
 
 // s[64x128] += a[64x16] b.
 __device__ __forceinline__ void wgmma_state(State& s, const uint32_t (&a)[4], uint64_t b) {
     cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>::fma(
-        a[0], a[1], a[2], a[3], b,                                                                         //
+        a[0], a[1], a[2], a[3], b,  //
         s[0][0], s[0][1], s[0][2], s[0][3], s[1][0], s[1][1], s[1][2], s[1][3], s[2][0], s[2][1], s[2][2], s[2][3], s[3][0], s[3][1], s[3][2],
         s[3][3], s[4][0], s[4][1], s[4][2], s[4][3], s[5][0], s[5][1], s[5][2], s[5][3], s[6][0], s[6][1], s[6][2], s[6][3], s[7][0], s[7][1],
         s[7][2], s[7][3], s[8][0], s[8][1], s[8][2], s[8][3], s[9][0], s[9][1], s[9][2], s[9][3], s[10][0], s[10][1], s[10][2], s[10][3], s[11][0],
