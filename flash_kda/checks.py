@@ -191,6 +191,18 @@ def check(
     if not LOWEST_BOUND <= lower_bound < 0.0:
         _bad_lower_bound(lower_bound)
 
+    if (
+        0 in at
+        or not (beta_at and A_log_at and dt_bias_at)
+        or (cu_seqlens is not None and not cu_at)
+        or (initial_state is not None and not initial_at)
+        or (final_state is not None and not final_at)
+    ):
+        _check_memory(
+            q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+            out=out, initial_state=initial_state, final_state=final_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+
     # Results may share no memory with what is read, since parts of the call run in any order. One exception: final_state may
     # be initial_state itself (each part of a state is read, then written, by one owner).
     if out is not None or final_state is not None:
@@ -380,6 +392,17 @@ def _check_all_on_cpu(**arguments: Tensor | None) -> None:
             _bad_device(name, tensor, q.device)
 
 
+def _check_memory(**arguments: Tensor | None) -> None:
+    """Refuse tensors that hold elements but no memory; those without elements lie at address 0 by right."""
+    for name, tensor in arguments.items():
+        if tensor is not None and tensor.numel() and not tensor.data_ptr():
+            raise ValueError(
+                f"{name}: expected a tensor that holds memory, got a {type(tensor).__name__} {list(tensor.shape)} at address 0. "
+                "Fake and traced tensors hold none, nor does one whose storage was freed; "
+                f"of a distributed tensor pass {name}.to_local()."
+            )
+
+
 def _number(name: str, value: Any, usual: str) -> float:
     if isinstance(value, Tensor):
         raise TypeError(
@@ -389,7 +412,10 @@ def _number(name: str, value: Any, usual: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         hint = "; the unbounded (softplus) gate is not supported" if name == "lower_bound" and value is None else ""
         raise TypeError(f"{name}: expected a Python number (usually {usual}), got {type(value).__name__}{hint}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number (usually {usual}), got one that overflows fp64") from None
 
 
 _TRANSPOSED = (

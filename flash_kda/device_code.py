@@ -148,7 +148,11 @@ def choose(device: int = 0) -> Choice:
 
 
 def is_available(device: int = 0) -> bool:
-    """Whether ``flash_kda.fwd`` has a GPU kernel for GPU ``device``; ``choose(device).reason`` says why not."""
+    """Whether ``flash_kda.fwd`` has a GPU kernel for GPU ``device``; ``choose(device).reason`` says why not.
+
+    Asking starts the CUDA driver in this process, as ``torch.cuda.is_available()`` does, and children that it forks afterwards
+    cannot use CUDA: ask in the workers, or spawn them.
+    """
     return choose(device).cubin is not None
 
 

@@ -114,14 +114,15 @@ def _package(distribution: str, module: str) -> str | None:
 def _torch() -> dict[str, Any]:
     try:
         import torch
+
+        cuda = None
+        if torch.version.cuda:
+            cuda = f"CUDA {torch.version.cuda}"
+        elif getattr(torch.version, "hip", None):
+            cuda = f"ROCm {torch.version.hip}"
+        return {"version": torch.__version__, "cuda": cuda, "reason": ""}
     except Exception as error:  # a torch that is there but broken fails in many ways; all of them are for the report
         return {"version": None, "cuda": None, "reason": f"{type(error).__name__}: {error}"}
-    cuda = None
-    if torch.version.cuda:
-        cuda = f"CUDA {torch.version.cuda}"
-    elif getattr(torch.version, "hip", None):
-        cuda = f"ROCm {torch.version.hip}"
-    return {"version": torch.__version__, "cuda": cuda, "reason": ""}
 
 
 def kernel_driver_version() -> str | None:

@@ -155,7 +155,7 @@ def _on_cpu(
             stacklevel=3,
         )
     if out is None:
-        out = torch.empty(q.shape, dtype=torch.bfloat16)
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)  # not the default device
     reference.write_chunked(
         out, final_state, q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens
     )

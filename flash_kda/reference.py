@@ -27,6 +27,7 @@ Both run in fp64 unless told otherwise, take any strides, any head dimensions an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -127,9 +128,10 @@ def write_chunked(
     Rows of ``out`` that belong to no sequence stay untouched. ``final_state`` may be ``initial_state``.
     """
     inputs = _Inputs(q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
-    state = _run(_chunked_block, inputs, out, torch.float32)
-    if final_state is not None:
-        with torch.no_grad():
+    # As the kernel, it writes into tensors made in inference mode too, and hands on no derivative of any kind.
+    with torch.inference_mode():
+        state = _run(_chunked_block, inputs, out, torch.float32)
+        if final_state is not None:
             final_state.copy_(state)
 
 
@@ -168,7 +170,7 @@ def _run(block_fn: Callable[[_Block, Tensor], Tensor], x: _Inputs, out: Tensor, 
     # Longest first: the sequences still running at any token are then a prefix.
     order = sorted(range(len(sequences)), key=lambda i: -sequences[i][2])
     rows = torch.tensor(order, dtype=torch.int64, device=device)
-    with torch.no_grad():
+    with torch.no_grad(), _no_autocast(device):
         if x.initial_state is None:
             state = torch.zeros(len(order), x.q.shape[2], x.v.shape[3], x.q.shape[3], dtype=dtype, device=device)
         else:
@@ -180,6 +182,14 @@ def _run(block_fn: Callable[[_Block, Tensor], Tensor], x: _Inputs, out: Tensor, 
         final = torch.empty_like(state)
         final[rows] = state
     return final
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast of the caller would round the products of an fp32 run to bf16."""
+    off: AbstractContextManager[object] = nullcontext()
+    if device.type in ("cpu", "cuda"):
+        off = torch.autocast(device.type, enabled=False)
+    return off
 
 
 def _check_shapes(x: _Inputs) -> None:

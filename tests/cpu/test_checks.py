@@ -101,6 +101,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], list[str
     "scale is infinite": (lambda: {"scale": float("inf")}, ValueError, ["scale", "finite in fp32", "inf"]),
     "scale is not a number": (lambda: {"scale": float("nan")}, ValueError, ["scale", "nan"]),
     "scale overflows fp32": (lambda: {"scale": 1e39}, ValueError, ["scale", "fp32", "1e+39"]),
+    "scale overflows every float": (lambda: {"scale": 10**400}, ValueError, ["scale", "128 ** -0.5", "overflows"]),
+    "lower_bound overflows every float": (lambda: {"lower_bound": -(10**400)}, ValueError, ["lower_bound", "-5.0", "overflows"]),
     "lower_bound is positive": (lambda: {"lower_bound": 5.0}, ValueError, ["[-5.0, 0)", "got 5.0", "-5.0?"]),
     "lower_bound is 0": (lambda: {"lower_bound": 0}, ValueError, ["[-5.0, 0)", "got 0.0", "decay"]),
     "lower_bound is too low": (lambda: {"lower_bound": -5.001}, ValueError, ["[-5.0, 0)", "got -5.001", "not supported"]),
@@ -262,6 +264,48 @@ def test_refused(name: str) -> None:
     assert not re.search(r"\bNone\.|\{|\}", message), f"unfilled: {message}"
     for n, x in before.items():
         assert torch.equal(x, call[n].detach()), f"{n} was written"
+
+
+TENSORS = [name for name, value in arguments().items() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_freed_storage_is_refused(name: str) -> None:
+    """A kernel would follow the address 0 and take the whole process's CUDA context with it."""
+    call = arguments()
+    call[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor that holds memory, got a Tensor .* at address 0"):
+        flash_kda.fwd(**call)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that keeps its data in another one, as distributed tensors do."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} ran")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_wrapper_without_memory_is_refused(name: str) -> None:
+    call = arguments()
+    call[name] = Wrapper(call[name])
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, got a Wrapper .* pass {name}\.to_local\(\)"):
+        flash_kda.fwd(**call)
+
+
+@pytest.mark.filterwarnings("ignore:flash_kda.fwd was called with CPU tensors")
+def test_tensors_without_elements_need_no_memory() -> None:
+    rows = {name: bf16(B, 0, H, K) for name in ("q", "k", "v", "g", "out")}
+    call = arguments(**rows, beta=bf16(B, 0, H), cu_seqlens=torch.zeros(3, dtype=torch.int32))
+    _, state = flash_kda.fwd(**call)
+    assert torch.equal(state, call["initial_state"])
+    none = {name: call[name][:0] for name in ("initial_state", "final_state")}
+    flash_kda.fwd(**{**call, **none, "cu_seqlens": torch.zeros(1, dtype=torch.int32)})
 
 
 ACCEPTED: dict[str, Callable[[], dict[str, Any]]] = {

@@ -81,6 +81,34 @@ def test_out_is_allocated() -> None:
     assert cases.distance(out, cases.oracle(problem)[0]) < 3e-3
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [lambda: torch.autocast("cpu", dtype=BF16), lambda: torch.device("meta")],
+    ids=["autocast", "default device"],
+)
+def test_modes_of_the_caller_do_not_reach_the_reference(mode: Any) -> None:
+    problem = cases.make("cpu", [20, 5], 2, WEAK)
+    states = [torch.zeros(2, 2, 128, 128) for _ in range(2)]
+    expected, _ = call(problem, None, states[0])
+    with mode():
+        out, _ = call(problem, None, states[1])
+    assert torch.equal(out, expected)
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("which", ["out", "final_state"])
+def test_inference_tensors_are_written_outside_of_inference_mode(which: str) -> None:
+    """As the kernel does, which knows nothing of torch's modes; and never one result without the other."""
+    problem = cases.make("cpu", [20], 2)
+    results = {"out": torch.zeros_like(problem.q), "final_state": torch.zeros(1, 2, 128, 128)}
+    with torch.inference_mode():
+        results[which] = results[which].clone()
+    call(problem, **results)
+    expected_out, expected_state = cases.oracle(problem)
+    assert cases.distance(results["out"], expected_out) < 3e-3
+    assert cases.distance(results["final_state"], expected_state) < 3e-3
+
+
 # ---- through the fake module
 
 

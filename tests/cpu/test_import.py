@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,39 @@ for name in ("fwd", "reference", "get_workspace_size"):
 def test_import_loads_nothing(tmp_path: Path) -> None:
     done = python("-c", "import flash_kda, sys; assert 'torch' not in sys.modules", path=(tmp_path,))
     assert done.returncode == 0, done.stderr
+
+
+def test_doctor_reports_the_leavings_of_a_torch(tmp_path: Path) -> None:
+    """An uninstalled torch may leave a folder that can be imported and holds nothing."""
+    (tmp_path / "torch.py").write_text("")
+    done = python("-m", "flash_kda", "doctor", path=(tmp_path,))
+    assert done.returncode in (1, 4), done.stderr
+    assert "not found: AttributeError" in done.stdout
+    assert done.stderr == ""
+
+
+def test_doctor_keeps_its_exit_code_if_nobody_reads_it(no_torch: Path) -> None:
+    expected = python("-m", "flash_kda", "doctor", path=(no_torch,)).returncode
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "flash_kda", "doctor"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+            env={"PYTHONPATH": f"{no_torch}:{PARENT}", "PATH": "/usr/bin:/bin"}, cwd=no_torch,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert done.returncode == expected
+    assert done.stderr == ""
+
+
+def test_the_command_line_spells_what_the_terminal_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_kda import __main__ as command_line
+
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    command_line._say("/home/\u00fcser/flash_kda")
+    assert written.getvalue() == b"/home/\\xfcser/flash_kda\n"
 
 
 def test_doctor_runs_without_torch(no_torch: Path) -> None:
