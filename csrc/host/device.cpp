@@ -1,5 +1,6 @@
 #include "host/device.h"
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -13,10 +14,14 @@
 namespace flash_kda {
 namespace {
 
+std::string no_such_device(int index, int count) {
+    return "flash_kda: CUDA device " + std::to_string(index) + " does not exist: " + std::to_string(count) + " visible";
+}
+
 CUdevice device_handle(const Driver& driver, int index) {
     const int count = device_count();
     if (index < 0 || index >= count) {
-        throw std::runtime_error("flash_kda: CUDA device " + std::to_string(index) + " does not exist: " + std::to_string(count) + " visible");
+        throw std::runtime_error(no_such_device(index, count));
     }
     CUdevice device;
     driver.check(driver.device_get(&device, index), "finding the CUDA device");
@@ -80,9 +85,11 @@ std::string describe_device(const DeviceInfo& info) {
 
 LoadedKernel load_kernel(int index) {
     const Driver& driver = Driver::require();
-    const Choice choice = choose_kernel(device_info(index));
+    const DeviceInfo info = device_info(index);
+    const Choice choice = choose_kernel(info);
     LoadedKernel loaded;
     loaded.kernel = choice.kernel;
+    loaded.sm_count = info.sm_count;
     RelaxedCapture relaxed(driver);
     driver.check(driver.context_retain(&loaded.context, device_handle(driver, index)), "retaining the device's primary context");
     ContextScope scope(loaded.context);
@@ -99,7 +106,8 @@ LoadedKernel load_kernel(int index) {
 }
 
 struct DeviceSlot {
-    std::once_flag once;
+    std::atomic<bool> ready{false};
+    std::mutex mutex;
     LoadedKernel loaded;
 };
 
@@ -150,9 +158,18 @@ const LoadedKernel& loaded_kernel(int index) {
     // One slot a device, made before any thread can ask for it; a failed load throws and is tried again at the next call.
     static const int count = device_count();
     static const std::unique_ptr<DeviceSlot[]> slots(new DeviceSlot[count > 0 ? count : 1]);
-    if (index < 0 || index >= count) device_handle(Driver::require(), index);
+    if (index < 0 || index >= count) {
+        Driver::require();
+        throw std::runtime_error(no_such_device(index, count));
+    }
     DeviceSlot& slot = slots[index];
-    std::call_once(slot.once, [&] { slot.loaded = load_kernel(index); });
+    if (!slot.ready.load(std::memory_order_acquire)) {
+        const std::lock_guard<std::mutex> lock(slot.mutex);
+        if (!slot.ready.load(std::memory_order_relaxed)) {
+            slot.loaded = load_kernel(index);
+            slot.ready.store(true, std::memory_order_release);
+        }
+    }
     return slot.loaded;
 }
 

@@ -1,5 +1,9 @@
 #include "host/forward.h"
 
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
 #include "host/device.h"
 #include "host/driver.h"
 
@@ -39,8 +43,12 @@ struct Maps {
 
 void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     ForwardParams& params = call.params;
-    const long long blocks = static_cast<long long>(params.N) * params.H;
-    if (blocks == 0) return;
+    const long long items = static_cast<long long>(params.N) * params.H;
+    if (items == 0) return;
+    constexpr long long kMostItems = 1 << 30;  // they are counted in int, a round of the grid ahead
+    if (items > kMostItems) {
+        throw std::runtime_error("flash_kda: N * H = " + std::to_string(items) + ", more than " + std::to_string(kMostItems) + " in one call");
+    }
     params.beta = reinterpret_cast<const void*>(call.beta.data);
     params.beta_strides = call.beta.strides;
     params.out = reinterpret_cast<void*>(call.out.data);
@@ -58,8 +66,8 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
         maps.o = encode(driver, call.out, call, kPanels);
     }
     void* arguments[] = {&params, &maps};
-    driver.check(driver.launch(loaded.function, static_cast<unsigned>(blocks), 1, 1, loaded.kernel->threads, 1, 1, loaded.kernel->shared_bytes,
-                               reinterpret_cast<CUstream>(stream), arguments, nullptr),
+    driver.check(driver.launch(loaded.function, static_cast<unsigned>(std::min<long long>(items, loaded.sm_count)), 1, 1, loaded.kernel->threads, 1,
+                               1, loaded.kernel->shared_bytes, reinterpret_cast<CUstream>(stream), arguments, nullptr),
                  "launching the kernel");
 }
 

@@ -44,6 +44,7 @@ def merge(other: dict[str, Any], prefix: str) -> None:
         cubins.update(c for c in device_code.embedded() if c.sha256 == entry["sha256"] and c.unit == entry["unit"])
     kernels.update(other["kernels"])
     errors.update({f"{prefix} {case}": values for case, values in other["errors"].items()})
+    times_us.update({f"{prefix} {case}": value for case, value in other["times_us"].items()})
 
 
 def error(case: str, **values: float) -> None:

@@ -78,6 +78,25 @@ def test_nearly_equal_keys() -> None:
     cases.check_against_oracle("nearly equal keys T=4096", problem, 5e-2)
 
 
+@pytest.mark.parametrize("gate", [STRONG, WEAK], ids=REGIME.get)
+@pytest.mark.parametrize("lengths, H", [(10, 40), (70, 5), (300, 3)], ids=str)
+def test_more_items_than_multiprocessors(lengths: int, H: int, gate: float) -> None:
+    """A block works through several (sequence, head) pairs of all lengths, of few sequences by length and of many in order."""
+    some = [(7 * n * n + 3 * n) % 97 if n % 4 else 0 for n in range(lengths)]
+    problem = cases.make("cuda", some, H, gate, initial=FP32, seed=lengths)
+    cases.check_against_oracle(f"{REGIME[gate]} {lengths} sequences H={H}", problem, LIMIT[gate])
+
+
+def test_nan_parameter_spoils_its_head_alone() -> None:
+    problem = cases.make("cuda", [50, 20], 3, WEAK, seed=9)
+    problem.A_log[1] = float("nan")
+    out, state = cases.call(problem, None, torch.empty(2, 3, cases.K, cases.K, device="cuda"))
+    assert state is not None
+    for head, spoiled in enumerate([False, True, False]):
+        assert bool(out[:, :, head].isnan().all()) == spoiled
+        assert bool(state[:, head].isfinite().all()) != spoiled
+
+
 @pytest.mark.parametrize("lower_bound", [-0.01, -1.0, -5.0])
 def test_lower_bounds(lower_bound: float) -> None:
     problem = cases.make("cuda", [333, 1000], 4, STRONG, initial=FP32, seed=5).replace(lower_bound=lower_bound)

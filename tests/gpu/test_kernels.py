@@ -1,4 +1,4 @@
-"""The kernels that this device could run but does not prefer: each gets the accuracy and layout tests, in a process of its own."""
+"""The kernels that this device could run but does not prefer: each gets the accuracy, layout and time tests, in its own process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = Path(device_code.__file__).resolve().parent.parent
 KERNELS = ("sm90", "portable-wide", "portable-narrow")
 # Large cases that differ from the small ones in size alone are left to the preferred kernel.
-LEFT_OUT = "official or long_memory or more_than"
+LEFT_OUT = "official_shapes or long_memory or more_than"
 # The same flash_kda as here, whatever lies in the current folder.
 START = f"import sys; sys.path.insert(0, {str(PACKAGE)!r}); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
@@ -38,7 +38,7 @@ def test_kernel(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     done = subprocess.run(
         [
             sys.executable, "-c", START, "-q", "-x", "-p", "no:cacheprovider", "-k", f"not ({LEFT_OUT})",
-            "--record", str(target), str(HERE / "test_accuracy.py"), str(HERE / "test_layout.py"),
+            "--record", str(target), str(HERE / "test_accuracy.py"), str(HERE / "test_layout.py"), str(HERE / "test_times.py"),
         ],
         capture_output=True, text=True, check=False, timeout=300, cwd=HERE.parent.parent, env=os.environ,
     )  # fmt: skip

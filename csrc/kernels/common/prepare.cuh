@@ -6,8 +6,8 @@
 //
 // A lane holds everything in the layout of an mma A fragment: with g = lane/4 and c = lane%4, rows (tokens) g and g+8, and of each
 // 16-channel block the columns 2c, 2c+1, 8+2c, 9+2c. K~ and Q~ are A fragments and the same registers of K^ are B fragments
-// (columns are tokens), so M and the scores never leave registers. The cumulative sum is a product with a triangle of ones, whose result
-// has the same layout. T comes from fp32 forward substitution: near-equal keys make any truncated series for the inverse blow up.
+// (columns are tokens), so M and the scores never leave registers. The cumulative sum is a product with a triangle of minus ones, whose result
+// has the same layout. T comes from substitution: near-equal keys make any truncated series for the inverse blow up.
 #pragma once
 
 #include "kernels/common/ring.h"
@@ -15,25 +15,32 @@
 
 namespace flash_kda {
 
-// Per-head constants of the gate, log2-decay = 1 / (inverse_bound * (1 + 2^(slope*g + bias))); bias[ch] is slope*dt_bias[ch], in shared memory.
+inline constexpr float kLog2E = 1.44269504088896340736f;
+
+// Per-head constants of the gate: minus the log2-decay is -bound * sigmoid(a * (g + dt_bias)) = 1 / (floor + 2^(slope*g + bias)) with
+// floor = -1/bound and bias[ch] = slope*dt_bias[ch] + log2(floor), the latter in shared memory.
 struct GateConstants {
     float slope;
-    float inverse_bound;
+    float floor;
 };
 
 __device__ __forceinline__ GateConstants gate_constants(const ForwardParams& p, int head) {
-    constexpr float kLog2E = 1.44269504088896340736f;
-    // exp(A_log) beyond 1e30 cannot change a sigmoid but could turn 0 * inf into NaN.
-    float a = fminf(expf(p.A_log[head]), 1e30f);
-    // A bound nearer to zero decays nothing in fp32, and its inverse could turn inf * 0 into NaN. The tensor cores cut the log-decays to tf32:
-    // 0.72 * 2^-11 is what they lose on average.
+    // exp(A_log) beyond 1e30 cannot change a sigmoid but could turn 0 * inf into NaN. (Not fminf, which would hide a NaN.)
+    float a = expf(p.A_log[head]);
+    a = a > 1e30f ? 1e30f : a;
+    // A bound nearer to zero decays nothing in fp32. The tensor cores cut the log-decays to tf32: 0.72 * 2^-11 is what they lose on average.
     const float bound = fminf(p.lower_bound, -1e-30f) * (kLog2E * (1.f + 0.7213f / 2048.f));
-    return {-a * kLog2E, reciprocal_approx(bound)};
+    return {-a * kLog2E, reciprocal_approx(-bound)};
 }
 
-__device__ __forceinline__ float gate_bias(const GateConstants& gate, float dt_bias) {
-    // Finite, so that slope*g + bias is never inf - inf.
-    return fminf(fmaxf(gate.slope * dt_bias, -1e38f), 1e38f);
+__device__ __forceinline__ void store_gate_bias(uint32_t bias, const GateConstants& gate, const float* dt_bias, int lane) {
+#pragma unroll
+    for (int channel = lane; channel < kHeadDim; channel += 32) {
+        // Finite, so that slope*g + bias is never inf - inf.
+        const float x = gate.slope * dt_bias[channel];
+        store_float(bias + channel * 4, (x < -1e38f ? -1e38f : x > 1e38f ? 1e38f : x) + log2f(gate.floor));
+    }
+    __syncwarp();
 }
 
 // 1/|row| of a 16x128 tile for rows g and g+8 of this lane. The sums of squares are the diagonal of x x^T.
@@ -87,9 +94,8 @@ __device__ __forceinline__ float2 multiply_8x8(float a0, float a1, float b0, flo
 // Above this |beta_t K~_t . K^_s| the keys of a chunk count as near-equal.
 inline constexpr float kCollinear = 0.5f;
 
-// `beta` is lane t's sigmoid(logit) for t < valid, else 0.
-// `scratch`: kScratchBytes. Returns whether some keys are near-equal; only then
-// the low half of T is written.
+// `beta` is lane t's sigmoid(logit) for t < valid, else 0. `scratch`: kScratchBytes. Returns whether some keys are near-equal; only then the low
+// half of T is written.
 __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate, float scale, float beta, int valid,
                                               int lane) {
     const int g = lane >> 2, c = lane & 3;
@@ -100,17 +106,21 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
     float k_norm[2], q_norm[2];
     inverse_norms(k_norm, slot, fragment, slot::kKey, lane);
     inverse_norms(q_norm, slot, fragment, slot::kQuery, lane);
-    q_norm[0] *= scale, q_norm[1] *= scale;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {  // finite, for a row of zeros times inf would be NaN
+        q_norm[r] *= scale;
+        q_norm[r] = q_norm[r] > 1e38f ? 1e38f : q_norm[r] < -1e38f ? -1e38f : q_norm[r];
+    }
 
-    // Triangle of ones, tokens as columns. Its columns are permuted (k = c is token 2c, k = c+4 is token 2c+1) to match the transposed
+    // Triangle of minus ones, tokens as columns. Its columns are permuted (k = c is token 2c, k = c+4 is token 2c+1) to match the transposed
     // loads of g, which give token pairs. Columns past the end are zero: decay 1 there.
-    uint32_t ones[2][4];
+    uint32_t minus_ones[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             int token = 8 * h + 2 * c + (r >> 1), row = g + 8 * (r & 1);
-            ones[h][r] = token <= row && token < valid ? 0x3f800000u : 0u;
+            minus_ones[h][r] = token <= row && token < valid ? 0xbf800000u : 0u;
         }
     }
 
@@ -127,16 +137,15 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
             for (int h = 0; h < 2; ++h) {
                 const uint32_t pair = raw[2 * n + h];
                 const float e0 = exp2_approx(fmaf(bf16_low(pair), gate.slope, b)), e1 = exp2_approx(fmaf(bf16_high(pair), gate.slope, b));
-                const float x0 = reciprocal_approx(fmaf(e0, gate.inverse_bound, gate.inverse_bound));
-                const float x1 = reciprocal_approx(fmaf(e1, gate.inverse_bound, gate.inverse_bound));
-                mma_tf32(cumulative[n], ones[h], __float_as_uint(x0), __float_as_uint(x1));
+                const float x0 = reciprocal_approx(gate.floor + e0), x1 = reciprocal_approx(gate.floor + e1);
+                mma_tf32(cumulative[n], minus_ones[h], __float_as_uint(x0), __float_as_uint(x1));
             }
         }
     };
 
     float m[2][4] = {}, scores[2][4] = {};  // columns (tokens) 0-7, 8-15
     // The rest of block i, given its G.
-    const auto decay_block = [&](int i, const uint32_t (&k)[4], const uint32_t (&q)[4], const float (&cumulative)[2][4]) {
+    const auto finish_block = [&](int i, const uint32_t (&k)[4], const uint32_t (&q)[4], const float (&cumulative)[2][4]) {
         float a[2][4];
         uint32_t k_decayed[4], q_decayed[4], k_inverse[4], k_minus[4];
 #pragma unroll
@@ -184,7 +193,7 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         float next[2][4];
         sum_log_decays(i + 1, next);
         __syncwarp();  // the results go to the same places
-        decay_block(i, k, q, cumulative);
+        finish_block(i, k, q, cumulative);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -195,10 +204,10 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         uint32_t k[4], q[4];
         load_block(7, k, q);
         __syncwarp();
-        decay_block(7, k, q, cumulative);
+        finish_block(7, k, q, cumulative);
     }
 
-    // Scores: lower triangle with the diagonal. Above it 1/A may have overflowed: select, do not multiply.
+    // Scores: lower triangle with the diagonal. Above it they are as large as e^80: select, do not multiply.
     {
         const uint32_t at = slot + slot::kScores + lane * 4;
         const int s = 2 * c;

@@ -10,22 +10,24 @@ inline constexpr int kScanWarps = kHeadDim / 16;  // each owns 16 rows of V of t
 // A prepare warp's scratch: a 16x16 fp32 matrix, whose row stride of 20 floats keeps transposed fragment stores free of bank conflicts. The
 // four spare floats of rows 0-3 hold 16 more values.
 inline constexpr int kScratchStride = 20;
-inline constexpr int kScratchBytes = kChunkTokens * kScratchStride * 4;
+inline constexpr int kBiasOffset = kChunkTokens * kScratchStride * 4;  // then the head's gate bias
+inline constexpr int kScratchBytes = kBiasOffset + kHeadDim * 4;
 inline constexpr int kBarriersPerStage = 3;
 
 template <int kStages_, int kPrepareWarps_>
 struct Ring {
+    // Fewer than three slots and the scan, which waits for the next chunk before it hands over the last, would wait for ever.
+    static_assert(kStages_ >= 3 && kPrepareWarps_ <= kStages_);
     static constexpr int kStages = kStages_;  // slots of the ring
     static constexpr int kPrepareWarps = kPrepareWarps_;
     static constexpr int kWarps = kScanWarps + kPrepareWarps + 1;  // the last one moves data
     static constexpr int kThreads = kWarps * 32;
 
-    static constexpr int kBiasOffset = kStages * slot::kBytes;
-    static constexpr int kScratchOffset = kBiasOffset + kHeadDim * 4;
+    static constexpr int kScratchOffset = kStages * slot::kBytes;
     static constexpr int kBarrierOffset = kScratchOffset + kPrepareWarps * kScratchBytes;
     static constexpr int kFlagOffset = kBarrierOffset + kStages * kBarriersPerStage * 8;
-    static constexpr int kChunksOffset = kFlagOffset + kStages * 4;
-    static constexpr int kSharedBytes = kChunksOffset + 12;
+    static constexpr int kStateOffset = kFlagOffset + kStages * 4;  // a word for each scan warp
+    static constexpr int kSharedBytes = kStateOffset + kScanWarps * 4;
     // Dynamic shared memory starts at an address that the compiler may not place on 1024 bytes: room to align.
     static constexpr int kDynamicSharedBytes = kSharedBytes + slot::kAlignment;
 };

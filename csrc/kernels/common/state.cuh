@@ -57,12 +57,22 @@ __device__ __forceinline__ void pack_fragment(uint32_t (&a)[4], const float (&lo
 }
 
 // What rounding to bf16 left over, itself in bf16. With near-equal keys the updates of a chunk nearly cancel, and the roundings of 16 of them
-// would add up to more than their sum: there the state takes this second term of U too.
+// would add up to more than their sum: there the state and O take this second term of U too.
 __device__ __forceinline__ void pack_fragment_rest(uint32_t (&rest)[4], const uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
     rest[0] = pack_bf16(low[0] - bf16_low(a[0]), low[1] - bf16_high(a[0]));
     rest[1] = pack_bf16(low[2] - bf16_low(a[1]), low[3] - bf16_high(a[1]));
     rest[2] = pack_bf16(high[0] - bf16_low(a[2]), high[1] - bf16_high(a[2]));
     rest[3] = pack_bf16(high[2] - bf16_low(a[3]), high[3] - bf16_high(a[3]));
+}
+
+// The decays of 16-channel block i of the eight, as the lane's columns want them, and those columns of the state times them.
+__device__ __forceinline__ float4 load_decay(uint32_t slot, int i, int lane) {
+    return load_float4(slot + slot::kDecay + i * 64 + (lane & 3) * 16);
+}
+
+__device__ __forceinline__ void decay_block(State& s, int i, const float4& a) {
+    s[2 * i][0] *= a.x, s[2 * i][1] *= a.y, s[2 * i][2] *= a.x, s[2 * i][3] *= a.y;
+    s[2 * i + 1][0] *= a.z, s[2 * i + 1][1] *= a.w, s[2 * i + 1][2] *= a.z, s[2 * i + 1][3] *= a.w;
 }
 
 // s += a K-, by mma.sync.
@@ -83,11 +93,11 @@ __device__ __forceinline__ uint32_t value_offset(int warp, int lane) {
     return (warp >> 2) * slot::kPanelStride + row * 128 + ((((warp & 3) * 2 + ((lane >> 3) & 1)) ^ (row & 7)) << 4);
 }
 
-// Offset in elements of a scan warp's first pair of this lane, in a state that starts at `state_index`. Computed anew at each use: two
+// Offset in elements of a scan warp's first pair of this lane, in state number `state` = sequence * H + head. Computed anew at each use: two
 // registers are too many to hold on to meanwhile.
-__device__ __forceinline__ long long state_pair_index(long long state_index, int warp, int lane) {
-    asm volatile("" : "+r"(lane), "+r"(warp));
-    return state_index + (warp * 16 + (lane >> 2)) * kHeadDim + 2 * (lane & 3);
+__device__ __forceinline__ long long state_pair_index(int state, int warp, int lane) {
+    asm volatile("" : "+r"(state), "+r"(lane), "+r"(warp));
+    return static_cast<long long>(state) * kHeadDim * kHeadDim + (warp * 16 + (lane >> 2)) * kHeadDim + 2 * (lane & 3);
 }
 
 __device__ __forceinline__ void load_initial_state(State& s, const ForwardParams& p, long long index) {

@@ -2,10 +2,10 @@
 //
 // Math: kernel notes, "chunked form". Per 16-token chunk, with the state S [V, K] in fp32 registers:
 //     P = S [K~ ; Q~]^T      D = V^T - P_k      U = D T^T      O = P_q + U scores^T      S <- S A_C + U K-
-// Grid: one block per (sequence, head), block index = sequence * H + head; one block per SM.
-// Roles: warps 0-7 scan (each holds 16 rows of V of the state for the whole sequence); the next warps prepare, one chunk each, round robin;
+// Grid: one block per SM at most; each takes (sequence, head) items in turn, the longest first (pipeline.cuh).
+// Roles: warps 0-7 scan (each holds 16 rows of V of the state for a whole sequence); the next warps prepare, one chunk each, round robin;
 // the last warp moves data (TMA loads into a slot, TMA stores of O out of it).
-// Shared memory (config.h): slots (slot.h), the head's gate bias, a scratch matrix per prepare warp, barriers, a flag per slot.
+// Shared memory (config.h): slots (slot.h), scratch of each prepare warp, barriers, a flag per slot.
 // Measured cost: docs/kernel-notes.md.
 
 #include "kernels/common/pipeline.cuh"
@@ -16,87 +16,92 @@ namespace flash_kda::portable {
 
 template <class Config>
 __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
-    const int warp = block.warp, lane = block.lane, c = lane & 3;
+    const int warp = block.warp, lane = block.lane;
     const uint32_t fragment = fragment_offset(lane);
     const uint32_t v_offset = value_offset(warp, lane);
-    State s;
-    load_initial_state(s, p, state_pair_index(block.state_index(), warp, lane));
-
     Place<Config> place{block.base, 0, 0};
-    for (int left = block.chunks().count(); left > 0; --left, place.advance()) {
-        const uint32_t slot = place.slot();
-        barrier_wait(place.ready(), place.phase);
-
-        const BlockAddresses operands(slot, fragment);
-        float p_k[2][4] = {}, out[2][4] = {};  // S K~^T and S Q~^T: tokens 0-7, 8-15
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            uint32_t a[4], k[4], q[4];
-            pack_fragment(a, s[2 * i], s[2 * i + 1]);
-            load_matrices(k, operands.key(i));
-            load_matrices(q, operands.query(i));
-            mma(p_k[0], a, k[0], k[2]);
-            mma(p_k[1], a, k[1], k[3]);
-            mma(out[0], a, q[0], q[2]);
-            mma(out[1], a, q[1], q[3]);
-        }
-
-        uint32_t v[4], high[4], scores[4];
-        load_matrices_transposed(v, slot + slot::kValue + v_offset);
-        load_matrices(high, slot + slot::kTransformHigh + lane * 16);
-        load_matrices(scores, slot + slot::kScores + lane * 16);
-        __syncwarp();  // all of V is read before O is written over it
-        float d[2][4], u[2][4] = {};
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                d[h][2 * r] = bf16_low(v[2 * h + r]) - p_k[h][2 * r];
-                d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - p_k[h][2 * r + 1];
-            }
-        }
-        uint32_t d_fragment[4], u_fragment[4];
-        pack_fragment(d_fragment, d[0], d[1]);
-        multiply_block_matrix(u, d_fragment, high);
-        const bool collinear = load_u32(place.collinear()) != 0;
-        if (collinear) {
-            uint32_t low[4];
-            load_matrices(low, slot + slot::kTransformLow + lane * 16);
-            multiply_block_matrix(u, d_fragment, low);
-        }
-        pack_fragment(u_fragment, u[0], u[1]);
-        multiply_block_matrix(out, u_fragment, scores);
-        uint32_t u_rest[4];
-        if (collinear) {
-            pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
-            multiply_block_matrix(out, u_rest, scores);
-        }
-        uint32_t o[4];
-        pack_fragment(o, out[0], out[1]);
-        store_matrices_transposed(slot + slot::kOut + v_offset, o);
-
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float4 decay = load_float4(slot + slot::kDecay + i * 64 + c * 16);
-            uint32_t k[4];
-            load_matrices_transposed(k, operands.key_minus(i));
-            s[2 * i][0] *= decay.x, s[2 * i][1] *= decay.y, s[2 * i][2] *= decay.x, s[2 * i][3] *= decay.y;
-            s[2 * i + 1][0] *= decay.z, s[2 * i + 1][1] *= decay.w, s[2 * i + 1][2] *= decay.z, s[2 * i + 1][3] *= decay.w;
-            mma(s[2 * i], u_fragment, k[0], k[1]);
-            mma(s[2 * i + 1], u_fragment, k[2], k[3]);
-        }
-        if (collinear) add_key_minus(s, u_rest, operands);
-        cutlass::arch::fence_view_async_shared();  // O, for the TMA store
+    ItemNumbers numbers;
+    for (int number = numbers.next(p); number >= 0; number = numbers.next(p)) {
+        const Item item = find_item(p, number, lane);
+        // The loop has no register to spare for the number of the state.
+        const uint32_t state_at = block.base + Config::kStateOffset + warp * 4;
+        store_u32(state_at, item.sequence * p.H + item.head);
         __syncwarp();
-        if (cute::elect_one_sync()) barrier_arrive(place.done());
-    }
+        State s;
+        load_initial_state(s, p, state_pair_index(load_u32(state_at), warp, lane));
+        for (int left = item.count(); left > 0; --left, place.advance()) {
+            const uint32_t slot = place.slot();
+            barrier_wait(place.ready(), place.phase);
 
-    store_final_state(s, p, state_pair_index(block.state_index(), warp, lane));
+            const BlockAddresses operands(slot, fragment);
+            float p_k[2][4] = {}, out[2][4] = {};  // S K~^T and S Q~^T: tokens 0-7, 8-15
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                uint32_t a[4], k[4], q[4];
+                pack_fragment(a, s[2 * i], s[2 * i + 1]);
+                load_matrices(k, operands.key(i));
+                load_matrices(q, operands.query(i));
+                mma(p_k[0], a, k[0], k[2]);
+                mma(p_k[1], a, k[1], k[3]);
+                mma(out[0], a, q[0], q[2]);
+                mma(out[1], a, q[1], q[3]);
+            }
+
+            uint32_t v[4], high[4], scores[4];
+            load_matrices_transposed(v, slot + slot::kValue + v_offset);
+            load_matrices(high, slot + slot::kTransformHigh + lane * 16);
+            load_matrices(scores, slot + slot::kScores + lane * 16);
+            __syncwarp();  // all of V is read before O is written over it
+            float d[2][4], u[2][4] = {};
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    d[h][2 * r] = bf16_low(v[2 * h + r]) - p_k[h][2 * r];
+                    d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - p_k[h][2 * r + 1];
+                }
+            }
+            uint32_t d_fragment[4], u_fragment[4];
+            pack_fragment(d_fragment, d[0], d[1]);
+            multiply_block_matrix(u, d_fragment, high);
+            const bool collinear = load_u32(place.collinear()) != 0;
+            if (collinear) {
+                uint32_t low[4];
+                load_matrices(low, slot + slot::kTransformLow + lane * 16);
+                multiply_block_matrix(u, d_fragment, low);
+            }
+            pack_fragment(u_fragment, u[0], u[1]);
+            multiply_block_matrix(out, u_fragment, scores);
+            uint32_t u_rest[4];
+            if (collinear) {
+                pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
+                multiply_block_matrix(out, u_rest, scores);
+            }
+            uint32_t o[4];
+            pack_fragment(o, out[0], out[1]);
+            store_matrices_transposed(slot + slot::kOut + v_offset, o);
+
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                uint32_t k[4];
+                load_matrices_transposed(k, operands.key_minus(i));
+                decay_block(s, i, load_decay(slot, i, lane));
+                mma(s[2 * i], u_fragment, k[0], k[1]);
+                mma(s[2 * i + 1], u_fragment, k[2], k[3]);
+                if (collinear) mma(s[2 * i], u_rest, k[0], k[1]), mma(s[2 * i + 1], u_rest, k[2], k[3]);
+            }
+            cutlass::arch::fence_view_async_shared();  // O, for the TMA store
+            __syncwarp();
+            if (cute::elect_one_sync()) barrier_arrive(place.done());
+        }
+        store_final_state(s, p, state_pair_index(load_u32(state_at), warp, lane));
+        __syncwarp();
+    }
 }
 
 template <class Config>
 __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
-    const Block<Config> block(p);
+    const Block<Config> block;
     if (block.warp < kScanWarps) {
         scan(p, block);
     } else {

@@ -2,10 +2,10 @@
 //
 // Math: as in portable/forward.cu. Per 16-token chunk, with the state S [V, K] in fp32 registers:
 //     P = S [K~ ; Q~]^T      D = V^T - P_k      U = D T^T      O = P_q + U scores^T      S <- S A_C + U K-
-// Grid: one block per (sequence, head), block index = sequence * H + head; one block per SM.
-// Roles: warpgroups 0 and 1 scan, 64 rows of V of the state each, for the whole sequence; in warpgroups 2 and 3 seven warps prepare, one chunk
+// Grid: one block per SM at most; each takes (sequence, head) items in turn, the longest first (pipeline.cuh).
+// Roles: warpgroups 0 and 1 scan, 64 rows of V of the state each, for a whole sequence; in warpgroups 2 and 3 seven warps prepare, one chunk
 // each, round robin, and one moves data.
-// Shared memory (config.h): slots (slot.h), the head's gate bias, a scratch matrix per prepare warp, barriers, a flag per slot.
+// Shared memory (config.h): slots (slot.h), scratch of each prepare warp, barriers, a flag per slot.
 // Measured cost: docs/kernel-notes.md.
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -24,114 +24,109 @@ __device__ __forceinline__ void hand_over(uint32_t done) {
     if (cute::elect_one_sync()) barrier_arrive(done);
 }
 
-// The decays of 16-channel block i in the lanes' fragment layout, and the state's columns times them.
-__device__ __forceinline__ float4 load_decay(uint32_t slot, int i, int lane) {
-    return load_float4(slot + slot::kDecay + i * 64 + (lane & 3) * 16);
-}
-
-__device__ __forceinline__ void decay_block(State& s, int i, const float4& a) {
-    s[2 * i][0] *= a.x, s[2 * i][1] *= a.y, s[2 * i][2] *= a.x, s[2 * i][3] *= a.y;
-    s[2 * i + 1][0] *= a.z, s[2 * i + 1][1] *= a.w, s[2 * i + 1][2] *= a.z, s[2 * i + 1][3] *= a.w;
-}
-
 __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
     const int warp = block.warp, lane = block.lane;
     const uint32_t v_offset = value_offset(warp, lane);
-    State s;
-    load_initial_state(s, p, state_pair_index(block.state_index(), warp, lane));
-
-    int left = block.chunks().count();
-    Place<Config> place{block.base, 0, 0};
     constexpr int kAhead = 4;  // blocks whose decays are fetched a chunk ahead
-    float4 ahead[kAhead];
-    if (left > 0) {
-        barrier_wait(place.ready(), place.phase);
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, lane);
-    }
-    uint32_t done_before = 0;
-    while (left > 0) {
-        const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
-        const uint32_t collinear_at = place.collinear();
+    Place<Config> place{block.base, 0, 0};
+    ItemNumbers numbers;
+    for (int number = numbers.next(p); number >= 0; number = numbers.next(p)) {
+        const Item item = find_item(p, number, lane);
+        const int state = item.sequence * p.H + item.head;
+        State s;
+        load_initial_state(s, p, state_pair_index(state, warp, lane));
 
-        // P: columns are k's tokens 0-7, 8-15, then q's.
-        uint32_t a[8][4];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) pack_fragment(a[i], s[2 * i], s[2 * i + 1]);
-        float product[4][4] = {};
-        pin(product);
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int i = 0; i < 8; ++i) wgmma_n32(product, a[i], key_query_descriptor(slot16, i));
-        cute::warpgroup_commit_batch();
-
-        // Meanwhile: hand over O of the chunk before, whose stores have long landed; see that the next chunk is ready (the wait also keeps
-        // the compiler from mixing what follows into the instructions above); decay the state, whose bf16 copy the product reads.
-        if (done_before != 0) hand_over(done_before);
-        done_before = done;
-        --left;
-        place.advance();
-        if (left > 0) barrier_wait(place.ready(), place.phase);
-        float4 decay[8 - kAhead];
-#pragma unroll
-        for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, lane);
-        uint32_t v[4], high[4], scores[4];
-        load_matrices_transposed(v, slot + slot::kValue + v_offset);
-        load_matrices(high, slot + slot::kTransformHigh + lane * 16);
-        const bool collinear = load_u32(collinear_at) != 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
-        load_matrices(scores, slot + slot::kScores + lane * 16);
-        __syncwarp();  // all of V is read before O is written over it
-        pin(s);
-        cute::warpgroup_wait<0>();
-        pin(product);
-
-        float d[2][4], u[2][4] = {}, out[2][4];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                d[h][2 * r] = bf16_low(v[2 * h + r]) - product[h][2 * r];
-                d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - product[h][2 * r + 1];
-                out[h][2 * r] = product[2 + h][2 * r];
-                out[h][2 * r + 1] = product[2 + h][2 * r + 1];
-            }
-        }
-        uint32_t d_fragment[4], u_fragment[4], u_rest[4] = {};
-        pack_fragment(d_fragment, d[0], d[1]);
-        multiply_block_matrix(u, d_fragment, high);
-        if (collinear) {
-            uint32_t low[4];
-            load_matrices(low, slot + slot::kTransformLow + lane * 16);
-            multiply_block_matrix(u, d_fragment, low);
-        }
-        pack_fragment(u_fragment, u[0], u[1]);
-        // O's products first: behind the state's they would wait for the tensor cores.
-        multiply_block_matrix(out, u_fragment, scores);
-        if (collinear) {
-            pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
-            multiply_block_matrix(out, u_rest, scores);
-        }
-
-        pin(s);
-        cute::warpgroup_arrive();
-        wgmma_state(s, u_fragment, key_minus_descriptor(slot16));
-        cute::warpgroup_commit_batch();
+        int left = item.count();
+        float4 ahead[kAhead];
         if (left > 0) {
+            barrier_wait(place.ready(), place.phase);
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, lane);
         }
-        uint32_t o[4];
-        pack_fragment(o, out[0], out[1]);
-        store_matrices_transposed(slot + slot::kOut + v_offset, o);
-        cute::warpgroup_wait<0>();
-        pin(s);
-        if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(lane)));
-    }
-    if (done_before != 0) hand_over(done_before);
+        uint32_t done_before = 0;
+        while (left > 0) {
+            const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
+            const uint32_t collinear_at = place.collinear();
 
-    store_final_state(s, p, state_pair_index(block.state_index(), warp, lane));
+            // P: columns are k's tokens 0-7, 8-15, then q's.
+            uint32_t a[8][4];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) pack_fragment(a[i], s[2 * i], s[2 * i + 1]);
+            float product[4][4] = {};
+            pin(product);
+            cute::warpgroup_arrive();
+#pragma unroll
+            for (int i = 0; i < 8; ++i) wgmma_n32(product, a[i], key_query_descriptor(slot16, i));
+            cute::warpgroup_commit_batch();
+
+            // Meanwhile: hand over O of the chunk before, whose stores have long landed; see that the next chunk is ready (the wait also keeps
+            // the compiler from mixing what follows into the instructions above); decay the state, whose bf16 copy the
+            // product reads (ptxas puts a third of that behind the wait).
+            if (done_before != 0) hand_over(done_before);
+            done_before = done;
+            --left;
+            place.advance();
+            if (left > 0) barrier_wait(place.ready(), place.phase);
+            float4 decay[8 - kAhead];
+#pragma unroll
+            for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, lane);
+            uint32_t v[4], high[4], scores[4];
+            load_matrices_transposed(v, slot + slot::kValue + v_offset);
+            load_matrices(high, slot + slot::kTransformHigh + lane * 16);
+            const bool collinear = load_u32(collinear_at) != 0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
+            load_matrices(scores, slot + slot::kScores + lane * 16);
+            __syncwarp();  // all of V is read before O is written over it
+            pin(s);
+            cute::warpgroup_wait<0>();
+            pin(product);
+
+            float d[2][4], u[2][4] = {}, out[2][4];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    d[h][2 * r] = bf16_low(v[2 * h + r]) - product[h][2 * r];
+                    d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - product[h][2 * r + 1];
+                    out[h][2 * r] = product[2 + h][2 * r];
+                    out[h][2 * r + 1] = product[2 + h][2 * r + 1];
+                }
+            }
+            uint32_t d_fragment[4], u_fragment[4], u_rest[4] = {};
+            pack_fragment(d_fragment, d[0], d[1]);
+            multiply_block_matrix(u, d_fragment, high);
+            if (collinear) {
+                uint32_t low[4];
+                load_matrices(low, slot + slot::kTransformLow + lane * 16);
+                multiply_block_matrix(u, d_fragment, low);
+            }
+            pack_fragment(u_fragment, u[0], u[1]);
+            // O's products first: behind the state's they would wait for the tensor cores.
+            multiply_block_matrix(out, u_fragment, scores);
+            if (collinear) {
+                pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
+                multiply_block_matrix(out, u_rest, scores);
+            }
+
+            pin(s);
+            cute::warpgroup_arrive();
+            wgmma_state(s, u_fragment, key_minus_descriptor(slot16));
+            cute::warpgroup_commit_batch();
+            if (left > 0) {
+#pragma unroll
+                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, lane);
+            }
+            uint32_t o[4];
+            pack_fragment(o, out[0], out[1]);
+            store_matrices_transposed(slot + slot::kOut + v_offset, o);
+            cute::warpgroup_wait<0>();
+            pin(s);
+            if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(lane)));
+        }
+        if (done_before != 0) hand_over(done_before);
+        store_final_state(s, p, state_pair_index(state, warp, lane));
+    }
 }
 
 }  // namespace flash_kda::sm90
@@ -139,7 +134,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
 extern "C" __global__ void __launch_bounds__(flash_kda::sm90::Config::kThreads, 1)
     flash_kda_forward_sm90(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
     using namespace flash_kda;
-    const Block<sm90::Config> block(p);
+    const Block<sm90::Config> block;
     if (block.warp < kScanWarps) {
         cutlass::arch::warpgroup_reg_alloc<sm90::kScanRegisters>();
         sm90::scan(p, block);
