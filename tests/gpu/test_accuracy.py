@@ -79,7 +79,7 @@ def test_nearly_equal_keys() -> None:
 
 
 @pytest.mark.parametrize("gate", [STRONG, WEAK], ids=REGIME.get)
-@pytest.mark.parametrize("lengths, H", [(10, 40), (70, 5), (300, 3)], ids=str)
+@pytest.mark.parametrize(("lengths", "H"), [(10, 40), (70, 5), (300, 3)], ids=str)
 def test_more_items_than_multiprocessors(lengths: int, H: int, gate: float) -> None:
     """A block works through several (sequence, head) pairs of all lengths, of few sequences by length and of many in order."""
     some = [(7 * n * n + 3 * n) % 97 if n % 4 else 0 for n in range(lengths)]
