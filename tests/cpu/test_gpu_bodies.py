@@ -137,7 +137,12 @@ def test_record(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert content["errors"] == {"a case": {"out": 5.123e-3, "state": 4e-3}}
     assert content["times_us"] == {"a shape": 1234.6}
     assert {"gpu", "driver", "torch", "date"} <= content.keys()
-    other = {"cubins": content["cubins"], "kernels": ["sm90"], "errors": {"a case": {"out": 1e-3}}, "times_us": {"a case": 5.0}}
+    other = {
+        "cubins": content["cubins"],
+        "kernels": ["sm90"],
+        "errors": {"a case": {"out": 1e-3}},
+        "times_us": {"a case": 5.0},
+    }
     monkeypatch.setattr(record.device_code, "embedded", lambda: [Cubin("portable", "90a", "ab" * 32, 1000)])
     record.merge(other, "sm90:")
     assert record.kernels == {"portable-wide", "sm90"}
