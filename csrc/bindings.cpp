@@ -54,7 +54,7 @@ void forward(int device, std::uintptr_t stream, std::uintptr_t q, std::uintptr_t
              std::uintptr_t out, const Strides& q_strides, const Strides& k_strides, const Strides& v_strides, const Strides& g_strides,
              const Strides& beta_strides, const Strides& out_strides, int B, int T, int H, int N, std::uintptr_t A_log, std::uintptr_t dt_bias,
              std::uintptr_t initial_state, bool initial_is_fp32, std::uintptr_t final_state, bool final_is_fp32, std::uintptr_t cu_seqlens,
-             bool cu_is_int64, float scale, float lower_bound) {
+             bool cu_is_int64, float scale, float lower_bound, std::uintptr_t workspace, std::size_t workspace_bytes) {
     ForwardCall call = {};
     call.q = {q, token_strides(q_strides)};
     call.k = {k, token_strides(k_strides)};
@@ -63,6 +63,8 @@ void forward(int device, std::uintptr_t stream, std::uintptr_t q, std::uintptr_t
     call.beta = {beta, token_strides(beta_strides)};
     call.out = {out, token_strides(out_strides)};
     call.B = B;
+    call.workspace = workspace;
+    call.workspace_bytes = workspace_bytes;
     ForwardParams& params = call.params;
     params.A_log = reinterpret_cast<const float*>(A_log);
     params.dt_bias = reinterpret_cast<const float*>(dt_bias);
@@ -93,8 +95,11 @@ PYBIND11_MODULE(_native, m) {
     m.def("select", &selection, "index"_a,
           "What this device uses: dict unit, arch, sha256, size of the cubin, and kernel, its entry's name. RuntimeError with the reason if none "
           "fits.");
+    m.def("workspace_size", &forward_workspace, "device"_a, "T"_a, "H"_a, "N"_a, "has_offsets"_a,
+          "Bytes of workspace that forward needs for N sequences of at most T tokens. RuntimeError if no kernel fits the device.");
     m.def("forward", &forward, "device"_a, "stream"_a, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "out"_a, "q_strides"_a, "k_strides"_a, "v_strides"_a,
           "g_strides"_a, "beta_strides"_a, "out_strides"_a, "B"_a, "T"_a, "H"_a, "N"_a, "A_log"_a, "dt_bias"_a, "initial_state"_a,
-          "initial_is_fp32"_a, "final_state"_a, "final_is_fp32"_a, "cu_seqlens"_a, "cu_is_int64"_a, "scale"_a, "lower_bound"_a,
+          "initial_is_fp32"_a, "final_state"_a, "final_is_fp32"_a, "cu_seqlens"_a, "cu_is_int64"_a, "scale"_a, "lower_bound"_a, "workspace"_a,
+          "workspace_bytes"_a,
           "Launches one call on `stream` of `device`. Pointers are integers, 0 = absent; strides are (batch, token, head) in elements.");
 }

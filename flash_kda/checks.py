@@ -32,7 +32,8 @@ _ROWS = ("q", "k", "v", "g", "out")  # the arguments that share one layout
 # What a launch needs, in the order of ``_native.forward`` after device and stream: addresses as integers (0: absent), strides
 # in elements for (batch, token, head). A plain tuple: building anything with names costs as much as checking an argument.
 Call = tuple[Any, ...]
-OUT = 5  # place of the address of ``out`` in it
+# Places in it: the address of ``out``, three counts, the address of ``cu_seqlens``.
+OUT, TOKENS, HEADS, SEQUENCES, OFFSETS = 5, 13, 14, 15, 22
 
 
 def check(

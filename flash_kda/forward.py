@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_kda import device_code, reference
-from flash_kda.checks import OUT, check
+from flash_kda.checks import HEADS, OFFSETS, OUT, SEQUENCES, TOKENS, check
 
 __all__ = ["fwd", "get_workspace_size"]
 
@@ -35,7 +35,9 @@ def fwd(
 
     What is computed, per head and token, is written at the top of ``flash_kda.reference``. On a GPU the call launches on the
     tensors' device, on torch's current stream there, and returns at once: it never waits for the GPU, allocates nothing but an
-    ``out`` that was not given, and can be captured in a CUDA graph. On CPU tensors it runs the reference (slow; warns once).
+    ``out`` that was not given and the workspace (``get_workspace_size``), and can be captured in a CUDA graph. Where sequences
+    times heads would leave most of the GPU idle, a long sequence (one, or the rows of a batch) is cut into segments whose states are
+    chained exactly; that changes results by rounding alone, and FLASH_KDA_SPLIT=0 in the environment prevents it. On CPU tensors it runs the reference (slow; warns once).
 
     Args:
         q, k: bf16 ``[B, T, H, 128]``, raw; L2-normalised inside.
@@ -87,37 +89,48 @@ def fwd(
             cu_seqlens,
         )
 
-    launch = _native_forward or _load_native()
+    launch, workspace_size = _native or _load_native()
     if out is None:
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         call = (*call[:OUT], out.data_ptr(), *call[OUT + 1 :])
     device = q.get_device()
-    launch(device, _current_stream(device), *call)
+    size = workspace_size(device, call[TOKENS], call[HEADS], call[SEQUENCES], call[OFFSETS] != 0)
+    # The allocator hands the memory out again only to later work of the same stream.
+    workspace = torch.empty(size, dtype=torch.uint8, device=q.device).data_ptr() if size else 0
+    launch(device, _current_stream(device), *call, workspace, size)
     return out, final_state
 
 
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
-    """Bytes of scratch memory that a call over ``T_total`` tokens, ``H`` heads and ``N`` sequences needs: 0.
+    """Bytes of scratch memory that ``fwd`` takes for a call over ``T_total`` tokens, ``H`` heads and ``N`` sequences.
 
-    The kernel keeps all it needs on the chip. The function is here for callers that size their buffers with it.
+    ``fwd`` allocates them itself, from torch's allocator. They hold the states between the segments into which few long sequences
+    are cut (see ``fwd``); most calls need none. The answer is for the current CUDA device, and for N rows of a batch: N > 1
+    sequences in ``cu_seqlens`` are not cut. 0 where no kernel can run.
 
     Raises:
         ValueError: for a negative count.
     """
     if T_total < 0 or H < 0 or N < 0:
         raise ValueError(f"get_workspace_size: expected counts of at least 0, got T_total={T_total}, H={H}, N={N}")
-    return 0
+    if N == 0 or not torch.cuda.is_available():
+        return 0
+    device = torch.cuda.current_device()
+    if device_code.choose(device).kernel is None:
+        return 0
+    _, workspace_size = _native or _load_native()
+    return workspace_size(device, -(-T_total // N), H, N, False)
 
 
 # Bound at the first call: looking the module up costs more than the checks of an argument.
-_native_forward: Callable[..., None] | None = None
+_native: tuple[Callable[..., None], Callable[[int, int, int, int, bool], int]] | None = None
 
 
-def _load_native() -> Callable[..., None]:
-    global _native_forward
-    forward: Callable[..., None] = device_code.native().forward
-    _native_forward = forward
-    return forward
+def _load_native() -> tuple[Callable[..., None], Callable[[int, int, int, int, bool], int]]:
+    global _native
+    module = device_code.native()
+    _native = (module.forward, module.workspace_size)
+    return _native
 
 
 def _stream_lookup() -> Callable[[int], int]:

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "kernels/common/combine.h"
 #include "kernels/portable/config.h"
 #include "kernels/sm90/config.h"
 
@@ -95,13 +96,15 @@ LoadedKernel load_kernel(int index) {
     ContextScope scope(loaded.context);
     CUmodule module;
     driver.check(driver.module_load(&module, choice.cubin->begin), "loading the embedded kernel");
-    const CUresult found = driver.module_function(&loaded.function, module, choice.kernel->entry);
-    const CUresult sized = found != CUDA_SUCCESS ? found
-                                                 : driver.function_attribute(loaded.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                                                             choice.kernel->shared_bytes);
-    if (sized != CUDA_SUCCESS) driver.module_unload(module);
-    driver.check(found, "finding the kernel's entry point");
-    driver.check(sized, "raising the kernel's shared-memory limit");
+    try {
+        driver.check(driver.module_function(&loaded.function, module, choice.kernel->entry), "finding the kernel's entry point");
+        driver.check(driver.module_function(&loaded.combine, module, kCombineEntry), "finding the entry point that chains segments");
+        driver.check(driver.function_attribute(loaded.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, choice.kernel->shared_bytes),
+                     "raising the kernel's shared-memory limit");
+    } catch (...) {
+        driver.module_unload(module);
+        throw;
+    }
     return loaded;
 }
 

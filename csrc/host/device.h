@@ -41,6 +41,7 @@ struct LoadedKernel {
     const Kernel* kernel = nullptr;
     CUcontext context = nullptr;
     CUfunction function = nullptr;
+    CUfunction combine = nullptr;  // chains segments
     int sm_count = 0;
 };
 const LoadedKernel& loaded_kernel(int index);

@@ -6,6 +6,8 @@
 
 #include "host/device.h"
 #include "host/driver.h"
+#include "host/plan.h"
+#include "kernels/common/combine.h"
 
 namespace flash_kda {
 namespace {
@@ -41,6 +43,10 @@ struct Maps {
 
 }  // namespace
 
+std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets) {
+    return workspace_bytes(plan_segments(loaded_kernel(device).sm_count, T, H, N, has_offsets), H, N);
+}
+
 void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     ForwardParams& params = call.params;
     const long long items = static_cast<long long>(params.N) * params.H;
@@ -65,10 +71,34 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
         maps.g = encode(driver, call.g, call, kPanels);
         maps.o = encode(driver, call.out, call, kPanels);
     }
-    void* arguments[] = {&params, &maps};
-    driver.check(driver.launch(loaded.function, static_cast<unsigned>(std::min<long long>(items, loaded.sm_count)), 1, 1, loaded.kernel->threads, 1,
-                               1, loaded.kernel->shared_bytes, reinterpret_cast<CUstream>(stream), arguments, nullptr),
-                 "launching the kernel");
+    const auto launch = [&](Pass pass, long long blocks) {
+        params.pass = pass;
+        void* arguments[] = {&params, &maps};
+        driver.check(driver.launch(loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1, 1, loaded.kernel->threads,
+                                   1, 1, loaded.kernel->shared_bytes, reinterpret_cast<CUstream>(stream), arguments, nullptr),
+                     "launching the kernel");
+    };
+
+    const Plan plan = plan_segments(loaded.sm_count, params.T, params.H, params.N, params.cu_seqlens != nullptr);
+    if (plan.segments == 1) {
+        launch(Pass::kWhole, items);
+        return;
+    }
+    const std::size_t needed = workspace_bytes(plan, params.H, params.N);
+    if (call.workspace == 0 || call.workspace_bytes < needed) {
+        throw std::runtime_error("flash_kda: this call needs " + std::to_string(needed) + " bytes of workspace, got " +
+                                 std::to_string(call.workspace == 0 ? 0 : call.workspace_bytes));
+    }
+    params.boundary_states = reinterpret_cast<float*>(call.workspace);
+    params.transitions = params.boundary_states + needed / sizeof(float) / 2;
+    params.segments = plan.segments;
+    params.segment_tokens = plan.segment_tokens;
+    launch(Pass::kSummaries, items * (2 * plan.segments - 3));
+    void* arguments[] = {&params};
+    driver.check(driver.launch(loaded.combine, kCombineBlocks, static_cast<unsigned>(params.H), static_cast<unsigned>(params.N), kCombineThreads, 1,
+                               1, 0, reinterpret_cast<CUstream>(stream), arguments, nullptr),
+                 "launching the kernel that chains segments");
+    launch(Pass::kSegments, items * plan.segments);
 }
 
 }  // namespace flash_kda

@@ -1,6 +1,7 @@
 // Plans and launches one forward call. Knows pointers, shapes and strides; the caller has checked them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/common/params.h"
@@ -15,9 +16,15 @@ struct StridedTensor {
 struct ForwardCall {
     StridedTensor q, k, v, g, beta, out;
     int B;
-    // The parameters as the kernel takes them; beta, out and their strides are filled in by the launch.
+    std::uintptr_t workspace;  // device pointer, 16-byte aligned
+    std::size_t workspace_bytes;
+    // The parameters as the kernel takes them; beta, out and their strides are filled in by the launch,
+    // and so is what concerns segments.
     ForwardParams params;
 };
+
+// Bytes of workspace that such a call needs on a device.
+std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets);
 
 // Launches on `stream` of device `device` and returns at once. Throws std::runtime_error with the driver's error.
 void launch_forward(int device, std::uintptr_t stream, ForwardCall call);

@@ -59,6 +59,7 @@ class FakeNative:
     ) -> None:
         self.loads, self.gpus, self.cubins = driver, gpus, cubins
         self.calls: list[tuple[int, int]] = []
+        self.asked: tuple[int, int, int, int, bool] | None = None
 
     def embedded(self) -> list[dict[str, Any]]:
         return [dict(cubin) for cubin in self.cubins]
@@ -88,6 +89,10 @@ class FakeNative:
                 return {**cubin, "kernel": f"{cubin['unit']}-wide"}
         raise RuntimeError(f"no code for {name} (compute capability {major}.{minor}) is embedded")
 
+    def workspace_size(self, device: int, T: int, H: int, N: int, has_offsets: bool) -> int:
+        self.asked = (device, T, H, N, has_offsets)
+        return 0
+
     def forward(
         self,
         device: int, stream: int,
@@ -96,7 +101,10 @@ class FakeNative:
         B: int, T: int, H: int, N: int,
         A_log: int, dt_bias: int, initial_state: int, initial_is_fp32: bool, final_state: int, final_is_fp32: bool,
         cu_seqlens: int, cu_is_int64: bool, scale: float, lower_bound: float,
+        workspace: int, workspace_bytes: int,
     ) -> None:  # fmt: skip
+        assert (workspace, workspace_bytes) == (0, 0)
+        assert self.asked == (device, T, H, N, cu_seqlens != 0)
         for strides in (q_strides, k_strides, v_strides, g_strides, beta_strides, out_strides):
             assert type(strides) is tuple
             assert len(strides) == 3

@@ -26,7 +26,7 @@ FIELDS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_s
 def fake(monkeypatch: pytest.MonkeyPatch) -> fake_native.FakeNative:
     module = fake_native.FakeNative()
     monkeypatch.setattr(device_code, "_module", module)
-    monkeypatch.setattr(forward, "_native_forward", None)
+    monkeypatch.setattr(forward, "_native", None)
     monkeypatch.setattr(forward, "_current_stream", lambda device: 7000 + device)
     return module
 
@@ -193,7 +193,7 @@ def test_an_error_of_the_kernel_selection_reaches_the_caller(
 
 def without_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_code, "_module", None)
-    monkeypatch.setattr(forward, "_native_forward", None)
+    monkeypatch.setattr(forward, "_native", None)
     monkeypatch.delattr(flash_kda, "_native", raising=False)
     monkeypatch.setitem(sys.modules, "flash_kda._native", None)
 

@@ -66,3 +66,8 @@ def test_the_times_are_the_recorded_ones() -> None:
         for prefix, stated in zip(["", "portable-wide: "], microseconds):
             recorded = [times[f"{prefix}{regime} {names[tokens]} H={heads}"] for regime in ("strong", "weak")]
             assert int(stated) == round(max(recorded)), f"{prefix}{tokens} H={heads}"
+    rows = re.findall(r"^\| (\d+) tokens \| (\d+) \| (\d+) \| (\d+) \| \d+ \|$", README, re.MULTILINE)
+    assert len(rows) == 6
+    for tokens, heads, *microseconds in rows:
+        for way, stated in zip(["split", "whole"], microseconds):
+            assert int(stated) == round(times[f"{way} T={tokens} H={heads}"]), f"{way} {tokens} H={heads}"

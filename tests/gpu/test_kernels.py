@@ -1,4 +1,5 @@
-"""The kernels that this device could run but does not prefer: each gets the accuracy, layout and time tests, in its own process."""
+"""The kernels that this device could run but does not prefer: each gets the accuracy, layout, split and time tests, in its own
+process."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_kernel(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     done = subprocess.run(
         [
             sys.executable, "-c", START, "-q", "-x", "-p", "no:cacheprovider", "-k", f"not ({LEFT_OUT})",
-            "--record", str(target), str(HERE / "test_accuracy.py"), str(HERE / "test_layout.py"), str(HERE / "test_times.py"),
+            "--record", str(target), str(HERE / "test_accuracy.py"), str(HERE / "test_layout.py"), str(HERE / "test_split.py"),
+            str(HERE / "test_times.py"),
         ],
         capture_output=True, text=True, check=False, timeout=300, cwd=HERE.parent.parent, env=os.environ,
     )  # fmt: skip

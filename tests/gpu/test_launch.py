@@ -250,4 +250,5 @@ def test_host_time_of_a_call() -> None:
     record.used_kernel(0)
     best = min(samples)
     record.time("host time of a call", best)
-    assert best <= 25.0, f"a call takes {best:.1f} us of host time"
+    # A guard against a lost fast path, not a promise: the same code took 17 to 27 us on machines of one kind.
+    assert best <= 40.0, f"a call takes {best:.1f} us of host time"

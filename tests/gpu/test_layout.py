@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 
 import kda_cases as cases  # noqa: E402
 
+import flash_kda  # noqa: E402
+
 
 def test_slices_of_a_fused_projection() -> None:
     cases.check_fused_slices("cuda", 300, 6)
@@ -47,21 +49,29 @@ def test_bound_and_scale_are_used() -> None:
     assert cases.distance(weaker, out) > 0.1
 
 
-def test_no_hidden_allocation() -> None:
+@pytest.mark.parametrize("split", ["0", "auto"])
+def test_no_hidden_allocation(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_KDA_SPLIT", split)
     problem, _ = cases.fused_slices("cuda", cases.make("cuda", None, 8, batch=(2, 1000), initial=cases.FP32))
     out = torch.empty(2, 1000, 8, cases.K, dtype=cases.BF16, device="cuda")
     state = torch.empty(2, 8, cases.K, cases.K, device="cuda")
+    workspace = flash_kda.get_workspace_size(2 * 1000, 8, 2)
+    assert (workspace > 0) == (split == "auto")
     cases.call(problem, out, state)  # loads the module
     torch.cuda.synchronize()
 
-    def allocations() -> int:
-        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+    def asked() -> tuple[int, int]:
+        stats = torch.cuda.memory_stats()
+        return int(stats["allocation.all.allocated"]), int(stats["requested_bytes.all.allocated"])
 
-    free, before = torch.cuda.mem_get_info()[0], allocations()
+    free, (times, size) = torch.cuda.mem_get_info()[0], asked()
     for _ in range(20):
         cases.call(problem, out, state)
-    assert allocations() == before, "torch's allocator was asked for memory"
+    once = 1 if workspace else 0
+    assert asked() == (times + 20 * once, size + 20 * workspace), (
+        "torch's allocator was asked for more than the workspace"
+    )
     torch.cuda.synchronize()
     assert torch.cuda.mem_get_info()[0] == free, "the driver was asked for memory"
     cases.call(problem, None, state)
-    assert allocations() == before + 1, "out=None must allocate out and nothing else"
+    assert asked()[0] == times + 21 * once + 1, "out=None must allocate out and nothing else"

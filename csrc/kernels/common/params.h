@@ -11,6 +11,15 @@ struct TokenStrides {
     long long batch, token, head;
 };
 
+// How a launch goes about its sequences. A sequence can be cut into segments to keep more multiprocessors busy: the state after a segment is
+// S_out = S_in P + B, with P and B independent of S_in. One launch finds B and P of the segments (P: the same scan, from the identity and with
+// v = 0), a small kernel the state at each boundary, another launch the outputs. See docs/kernel-notes.md.
+enum class Pass : int {
+    kWhole,      // every sequence from its first token to its last
+    kSummaries,  // B, P of all segments but the last; of the first, the state after it
+    kSegments,   // outputs and final states, segment by segment
+};
+
 struct ForwardParams {
     const void* beta;  // bf16 logits [B, T, H]
     void* out;         // bf16 [B, T, H, 128]
@@ -24,7 +33,15 @@ struct ForwardParams {
     int initial_is_fp32;        // else bf16
     int final_is_fp32;
     int cu_seqlens_is_int64;  // else int32
-    int T;                    // tokens in one batch row (all tokens with cu_seqlens)
+    // Only with segments, fp32: [N, segments, H, V, K], at the start of segment j: the initial state, or B of the segment before,
+    // then the state;
+    // and [N, segments, H, K, K], P of segment j, for 1 <= j < segments - 1.
+    float* boundary_states;
+    float* transitions;
+    Pass pass;
+    int segments;        // of each sequence
+    int segment_tokens;  // a multiple of kChunkTokens; the last segment may be shorter, or empty
+    int T;               // tokens in one batch row (all tokens with cu_seqlens)
     int H;
     int N;
     float scale;

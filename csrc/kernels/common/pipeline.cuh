@@ -15,12 +15,14 @@ struct Maps {
     TensorMap v, g, o;  // box: two panels x 16 tokens
 };
 
-// One sequence of one head: what a block works through from its initial to its final state.
+// One sequence of one head, or a segment of one: what a block works through from an initial to a final state.
 struct Item {
     int sequence, head;
-    int batch;   // row of [B, T]
-    int first;   // first token in that row
-    int tokens;  // of the sequence
+    int batch;  // row of [B, T]
+    int first;  // first token in that row
+    int tokens;
+    int segment = 0;
+    bool transition = false;  // find P: start from the identity, v = 0
     __device__ __forceinline__ int count() const { return (tokens + kChunkTokens - 1) / kChunkTokens; }
     __device__ __forceinline__ int valid(int chunk) const { return min(kChunkTokens, tokens - chunk * kChunkTokens); }
 };
@@ -41,9 +43,33 @@ __device__ __forceinline__ int2 sequence_bounds(const ForwardParams& p, int sequ
     return {static_cast<int>(first), static_cast<int>(last)};
 }
 
+__device__ __forceinline__ int item_count(const ForwardParams& p) {
+    return p.N * p.H * (p.pass == Pass::kWhole ? 1 : p.pass == Pass::kSegments ? p.segments : 2 * p.segments - 3);
+}
+
+// Item number `index` of a launch over segments. The sequences are batch rows, or there is one.
+__device__ __forceinline__ Item find_segment(const ForwardParams& p, int index) {
+    const int parts = item_count(p) / p.N, sequence = index / parts, part = index % parts / p.H;
+    // Summaries: the first segment's state, then B and P of each further one.
+    const bool summaries = p.pass == Pass::kSummaries;
+    const int segment = summaries ? (part + 1) / 2 : part;
+    const int2 bounds = p.cu_seqlens == nullptr ? int2{0, p.T} : sequence_bounds(p, sequence);
+    // In 64 bits for T near 2^31.
+    const int first = static_cast<int>(min(bounds.x + static_cast<long long>(segment) * p.segment_tokens, static_cast<long long>(bounds.y)));
+    const int last = segment == p.segments - 1 ? bounds.y : min(bounds.y - first, p.segment_tokens) + first;
+    return {sequence,
+            index % p.H,
+            p.cu_seqlens == nullptr ? sequence : 0,
+            uniform(first),
+            uniform(last - first),
+            segment,
+            summaries && segment > 0 && part % 2 == 0};
+}
+
 // Item number `index`, found by a whole warp. Up to 32 sequences are ordered by length, the longest first, so that what is left for the last
 // blocks is short; more keep their order.
 __device__ __forceinline__ Item find_item(const ForwardParams& p, int index, int lane) {
+    if (p.pass != Pass::kWhole) return find_segment(p, index);
     const int place = index / p.H, head = index % p.H;
     if (p.cu_seqlens == nullptr) return {place, head, place, 0, p.T};
     if (p.N > 32) {
@@ -67,7 +93,7 @@ struct ItemNumbers {
 
     // The next one, or -1.
     __device__ __forceinline__ int next(const ForwardParams& p) {
-        const int grid = gridDim.x, block = blockIdx.x, total = p.N * p.H;
+        const int grid = gridDim.x, block = blockIdx.x, total = item_count(p);
         while (round * grid < total) {
             const int item = round * grid + (round % 2 == 0 ? block : grid - 1 - block);
             ++round;
@@ -173,7 +199,9 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, u
             barrier_wait(place.done(), place.phase);
             const uint32_t out = place.slot() + slot::kOut;
             const bool whole = item.valid(chunk) == kChunkTokens;
-            if (!whole) {
+            if (p.pass == Pass::kSummaries) {
+                // no output
+            } else if (!whole) {
                 store_tail(p, out, item, chunk, lane);
             } else if (elected) {
                 cute::SM90_TMA_STORE_5D::copy(&maps.o, shared_pointer(out), 0, item.first + chunk * kChunkTokens, 0, item.head, item.batch);
@@ -226,6 +254,7 @@ __device__ __forceinline__ void prepare(const ForwardParams& p, uint32_t base, i
                 next_logit = load_logit(mine + Config::kPrepareWarps);
                 const float beta = lane < valid ? reciprocal_approx(1.f + exp2_approx(-kLog2E * logit)) : 0.f;
                 barrier_wait(place.full(), place.phase);
+                if (item.transition) clear_values(place.slot(), lane);
                 const bool collinear = prepare_chunk(place.slot(), scratch, bias, gate, p.scale, beta, valid, lane);
                 store_u32(place.collinear(), collinear);
                 // These generic writes precede the copy engine's next writes to the slot, and wgmma's reads of it.
@@ -236,6 +265,57 @@ __device__ __forceinline__ void prepare(const ForwardParams& p, uint32_t base, i
         }
         mine -= count;
     }
+}
+
+// ---- states of items -----------------------------------------------------------------------------------------------------------------
+
+// Where an item's state comes from or goes to.
+struct StatePlace {
+    const void* base = nullptr;  // null: nowhere
+    int number = 0;              // of the state, from base
+    bool fp32 = true;
+};
+
+__device__ __forceinline__ int boundary_number(const ForwardParams& p, const Item& item, int segment) {
+    return (item.sequence * p.segments + segment) * p.H + item.head;
+}
+
+__device__ __forceinline__ StatePlace initial_place(const ForwardParams& p, const Item& item) {
+    // Segments read the caller's initial state from where the summaries put it: another block may have stored the final one over it by now.
+    if (p.pass == Pass::kSegments) return {p.boundary_states, boundary_number(p, item, item.segment), true};
+    if (item.segment > 0) return {};
+    return {p.initial_state, item.sequence * p.H + item.head, p.initial_is_fp32 != 0};
+}
+
+// Where to put the state before the first token.
+__device__ __forceinline__ StatePlace copy_place(const ForwardParams& p, const Item& item) {
+    if (p.pass != Pass::kSummaries || item.segment > 0) return {};
+    return {p.boundary_states, boundary_number(p, item, 0), true};
+}
+
+__device__ __forceinline__ StatePlace final_place(const ForwardParams& p, const Item& item) {
+    if (p.pass == Pass::kSummaries) {
+        if (item.transition) return {p.transitions, boundary_number(p, item, item.segment), true};
+        return {p.boundary_states, boundary_number(p, item, item.segment + 1), true};
+    }
+    if (p.pass == Pass::kSegments && item.segment != p.segments - 1) return {};
+    return {p.final_state, item.sequence * p.H + item.head, p.final_is_fp32 != 0};
+}
+
+// A scan warp's place for the final state, kept in shared memory meanwhile: its loop has no register to spare.
+template <class Config>
+__device__ __forceinline__ uint32_t keep_place(uint32_t base, int warp, const StatePlace& place) {
+    const uint32_t at = base + Config::kStateOffset + warp * 16;
+    const auto bits = reinterpret_cast<uint64_t>(place.base);
+    const uint32_t words[4] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32), static_cast<uint32_t>(place.number), place.fp32};
+    store_u32x4(at, words);
+    __syncwarp();
+    return at;
+}
+
+__device__ __forceinline__ StatePlace kept_place(uint32_t at) {
+    const uint64_t bits = load_u32(at) | static_cast<uint64_t>(load_u32(at + 4)) << 32;
+    return {reinterpret_cast<const void*>(bits), static_cast<int>(load_u32(at + 8)), load_u32(at + 12) != 0};
 }
 
 // ---- block ---------------------------------------------------------------------------------------------------------------------------

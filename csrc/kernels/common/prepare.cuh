@@ -91,6 +91,13 @@ __device__ __forceinline__ float2 multiply_8x8(float a0, float a1, float b0, flo
     return {d[0], d[1]};
 }
 
+// v = 0.
+__device__ __forceinline__ void clear_values(uint32_t slot, int lane) {
+#pragma unroll
+    for (int part = 0; part < 2 * slot::kPanelBytes; part += 512) store_float4(slot + slot::kValue + part + lane * 16, 0.f, 0.f, 0.f, 0.f);
+    __syncwarp();
+}
+
 // Above this |beta_t K~_t . K^_s| the keys of a chunk count as near-equal.
 inline constexpr float kCollinear = 0.5f;
 

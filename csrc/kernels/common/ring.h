@@ -26,8 +26,8 @@ struct Ring {
     static constexpr int kScratchOffset = kStages * slot::kBytes;
     static constexpr int kBarrierOffset = kScratchOffset + kPrepareWarps * kScratchBytes;
     static constexpr int kFlagOffset = kBarrierOffset + kStages * kBarriersPerStage * 8;
-    static constexpr int kStateOffset = kFlagOffset + kStages * 4;  // a word for each scan warp
-    static constexpr int kSharedBytes = kStateOffset + kScanWarps * 4;
+    static constexpr int kStateOffset = (kFlagOffset + kStages * 4 + 15) / 16 * 16;  // four words for each scan warp
+    static constexpr int kSharedBytes = kStateOffset + kScanWarps * 16;
     // Dynamic shared memory starts at an address that the compiler may not place on 1024 bytes: room to align.
     static constexpr int kDynamicSharedBytes = kSharedBytes + slot::kAlignment;
 };

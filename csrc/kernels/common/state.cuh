@@ -1,6 +1,7 @@
 // The state S [V, K] in fp32 registers, and the small products of the state step.
 #pragma once
 
+#include "kernels/common/pipeline.cuh"
 #include "kernels/common/tile.cuh"
 
 namespace flash_kda {
@@ -100,22 +101,27 @@ __device__ __forceinline__ long long state_pair_index(int state, int warp, int l
     return static_cast<long long>(state) * kHeadDim * kHeadDim + (warp * 16 + (lane >> 2)) * kHeadDim + 2 * (lane & 3);
 }
 
-__device__ __forceinline__ void load_initial_state(State& s, const ForwardParams& p, long long index) {
-    if (p.initial_state == nullptr) {
+// The state at a place; from nowhere, zero or, for a transition, the identity.
+__device__ __forceinline__ void start_state(State& s, const StatePlace& place, bool identity, int warp, int lane) {
+    if (place.base == nullptr || identity) {
+        const int column = identity ? warp * 16 + (lane >> 2) - 2 * (lane & 3) : -1;  // of this lane's first 1 in row g, less its own column offset
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
 #pragma unroll
-            for (int r = 0; r < 4; ++r) s[j][r] = 0.f;
+            for (int r = 0; r < 4; ++r) s[j][r] = 8 * j + (r & 1) == column + 8 * (r >> 1) ? 1.f : 0.f;
         }
-    } else if (p.initial_is_fp32) {
-        load_state<true>(s, p.initial_state, index);
+        return;
+    }
+    const long long index = state_pair_index(place.number, warp, lane);
+    if (place.fp32) {
+        load_state<true>(s, place.base, index);
     } else {
-        load_state<false>(s, p.initial_state, index);
+        load_state<false>(s, place.base, index);
     }
 }
 
-__device__ __forceinline__ void store_final_state(const State& s, const ForwardParams& p, long long index) {
-    if (p.final_state != nullptr) store_state(s, p.final_state, p.final_is_fp32, index);
+__device__ __forceinline__ void save_state(const State& s, const StatePlace& place, int warp, int lane) {
+    if (place.base != nullptr) store_state(s, const_cast<void*>(place.base), place.fp32, state_pair_index(place.number, warp, lane));
 }
 
 }  // namespace flash_kda

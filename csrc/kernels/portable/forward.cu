@@ -8,6 +8,7 @@
 // Shared memory (config.h): slots (slot.h), scratch of each prepare warp, barriers, a flag per slot.
 // Measured cost: docs/kernel-notes.md.
 
+#include "kernels/common/combine.cuh"
 #include "kernels/common/pipeline.cuh"
 #include "kernels/common/state.cuh"
 #include "kernels/portable/config.h"
@@ -23,12 +24,10 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
     ItemNumbers numbers;
     for (int number = numbers.next(p); number >= 0; number = numbers.next(p)) {
         const Item item = find_item(p, number, lane);
-        // The loop has no register to spare for the number of the state.
-        const uint32_t state_at = block.base + Config::kStateOffset + warp * 4;
-        store_u32(state_at, item.sequence * p.H + item.head);
-        __syncwarp();
+        const uint32_t final_at = keep_place<Config>(block.base, warp, final_place(p, item));
         State s;
-        load_initial_state(s, p, state_pair_index(load_u32(state_at), warp, lane));
+        start_state(s, initial_place(p, item), item.transition, warp, lane);
+        save_state(s, copy_place(p, item), warp, lane);
         for (int left = item.count(); left > 0; --left, place.advance()) {
             const uint32_t slot = place.slot();
             barrier_wait(place.ready(), place.phase);
@@ -94,7 +93,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             __syncwarp();
             if (cute::elect_one_sync()) barrier_arrive(place.done());
         }
-        store_final_state(s, p, state_pair_index(load_u32(state_at), warp, lane));
+        save_state(s, kept_place(final_at), warp, lane);
         __syncwarp();
     }
 }

@@ -10,6 +10,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "kernels/common/combine.cuh"
 #include "kernels/common/pipeline.cuh"
 #include "kernels/common/state.cuh"
 #include "kernels/sm90/config.h"
@@ -32,9 +33,10 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
     ItemNumbers numbers;
     for (int number = numbers.next(p); number >= 0; number = numbers.next(p)) {
         const Item item = find_item(p, number, lane);
-        const int state = item.sequence * p.H + item.head;
+        const uint32_t final_at = keep_place<Config>(block.base, warp, final_place(p, item));
         State s;
-        load_initial_state(s, p, state_pair_index(state, warp, lane));
+        start_state(s, initial_place(p, item), item.transition, warp, lane);
+        save_state(s, copy_place(p, item), warp, lane);
 
         int left = item.count();
         float4 ahead[kAhead];
@@ -125,7 +127,8 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(lane)));
         }
         if (done_before != 0) hand_over(done_before);
-        store_final_state(s, p, state_pair_index(state, warp, lane));
+        save_state(s, kept_place(final_at), warp, lane);
+        __syncwarp();
     }
 }
 

@@ -1,0 +1,42 @@
+#include "host/plan.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/common/params.h"
+
+namespace flash_kda {
+namespace {
+
+// Shorter ones do not pay for two more launches and for filling the ring twice.
+constexpr int kLeastSegmentTokens = 256;
+
+bool may_split() {
+    const char* setting = std::getenv("FLASH_KDA_SPLIT");
+    if (setting == nullptr || *setting == 0 || std::strcmp(setting, "auto") == 0) return true;
+    if (std::strcmp(setting, "0") == 0) return false;
+    throw std::runtime_error(std::string("flash_kda: FLASH_KDA_SPLIT=") + setting + " is unknown; expected auto or 0");
+}
+
+}  // namespace
+
+Plan plan_segments(int sm_count, int T, int H, int N, bool has_offsets) {
+    const long long items = static_cast<long long>(N) * H;
+    if (items <= 0 || 3 * items > sm_count || T < 3 * kLeastSegmentTokens || (has_offsets && N > 1) || !may_split()) return {};
+    // The first of two passes has 2 * segments - 3 items for each sequence and head: as many segments as still run at once.
+    const long long most = (sm_count + 3 * items) / (2 * items);
+    const long long segments = std::min<long long>(most, T / kLeastSegmentTokens);
+    if (segments < 3) return {};  // with two, both passes together take as long as one
+    const long long tokens = ((T + segments - 1) / segments + kChunkTokens - 1) / kChunkTokens * kChunkTokens;
+    return {static_cast<int>((T + tokens - 1) / tokens), static_cast<int>(tokens)};
+}
+
+std::size_t workspace_bytes(const Plan& plan, int H, int N) {
+    if (plan.segments == 1) return 0;
+    return std::size_t{2} * N * plan.segments * H * kHeadDim * kHeadDim * sizeof(float);
+}
+
+}  // namespace flash_kda
