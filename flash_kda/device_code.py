@@ -88,7 +88,7 @@ def _why_no_module(error: ImportError) -> str:
             )
         return (
             f"flash_kda's compiled module is missing from {here}: this is a source tree that was not built. "
-            "Install the wheel, or build in place with `python3 -m tools module`."
+            "Leave this folder if flash_kda is installed; else install the wheel, or build in place with `python3 -m tools module`."
         )
     return f"flash_kda's compiled module is there but does not load: {error}"
 

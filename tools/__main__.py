@@ -1,6 +1,7 @@
 """python3 -m tools: everything a developer or a user does with this tree, on a bare Python."""
 
 import argparse
+import shlex
 import contextlib
 import os
 import shutil
@@ -86,7 +87,9 @@ REQUIREMENTS = ROOT / "tools" / "test-requirements.txt"
 
 def command_wheel(arguments: argparse.Namespace) -> None:
     """Build a release wheel, install it into a fresh environment and let it check itself."""
-    wheel = wheels.release(arguments.archs, Path(arguments.out).absolute(), log)
+    wheel = wheels.release(
+        arguments.archs or settings.text(settings.CUDA_ARCHS) or "all", Path(arguments.out).absolute(), log
+    )
     environment = Environment(build.BUILD / "venv-wheel")
     log("installing it into a fresh environment" + ("" if arguments.no_torch else ", with torch"))
     environment.install(str(wheel), *(["--no-deps"] if arguments.no_torch else ["-c", str(REQUIREMENTS)]))
@@ -162,7 +165,8 @@ def command_lock(arguments: argparse.Namespace) -> None:
 def command_toolchain(arguments: argparse.Namespace) -> None:
     """Download every wheel of toolchain.lock for builds without network."""
     fetch_all(Path(arguments.out).absolute(), log)
-    log(f"elsewhere, without network: {settings.TOOLCHAIN_DIR}={arguments.out} python3 -m tools wheel")
+    place = shlex.quote(str(Path(arguments.out).absolute()))
+    log(f"elsewhere, without network: {settings.TOOLCHAIN_DIR}={place} python3 -m tools wheel --no-torch")
 
 
 def log(text: str) -> None:
@@ -177,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     sub = commands.add_parser(
         "wheel", help="build a release wheel, install it into a fresh environment, run its doctor"
     )
-    sub.add_argument("--archs", default="all", help=f"{allowed()} (default: all)")
+    sub.add_argument("--archs", default="", help=f"{allowed()} (default: FLASH_KDA_CUDA_ARCHS, else all)")
     sub.add_argument("--out", default=str(ROOT / "dist"), help="folder for the wheel (default: dist/)")
     sub.add_argument(
         "--no-torch", action="store_true", help="install without torch: quicker, and the doctor checks less"

@@ -58,7 +58,7 @@ def plan(setting: str = "", gpus: "list[Gpu] | str | None" = None) -> Plan:
 def _objection(token: str) -> str:
     if token in ("auto", "all"):
         return f"'{token}' stands alone"
-    bare = re.sub(r"^(sm_|compute_)", "", token.lower()).replace(".", "")
+    bare = re.sub(r"^(sm|compute)_?", "", token.lower()).replace(".", "")
     digits = re.sub(r"[a-z]+$", "", bare)
     if not re.fullmatch(r"\d{2,3}[a-z]?", bare):
         return f"'{token}' is not an architecture"

@@ -33,6 +33,7 @@ class Python:
     executable: str
     version: str
     include: str
+    multiarch: str  # Debian's Python keeps pyconfig.h in a folder of this name beside `include`; else empty
     suffix: str
     machine: str
 
@@ -45,20 +46,21 @@ def describe_python(executable: str = sys.executable) -> Python:
     """Ask a Python for its headers and module suffix. Raises BuildError if it has no headers."""
     script = (
         "import json, platform, sysconfig as s; print(json.dumps([platform.python_version(), "
-        "s.get_path('include'), s.get_config_var('EXT_SUFFIX'), platform.machine(), platform.system()]))"
+        "s.get_path('include'), s.get_config_var('MULTIARCH') or '', s.get_config_var('EXT_SUFFIX'), "
+        "platform.machine(), platform.system()]))"
     )
     with explain(f"cannot run {executable}"):
         result = capture([executable, "-c", script])
     if result.returncode != 0:
         raise BuildError(f"{executable} does not work as a Python: {last_error(result.stderr)}")
-    version, include, suffix, machine, system = json.loads(result.stdout)
+    version, include, multiarch, suffix, machine, system = json.loads(result.stdout)
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
         raise BuildError(f"flash_kda is built on Linux x86_64 and aarch64, not on {system} {machine}")
     if not Path(include, "Python.h").is_file():
         raise BuildError(
             f"Python {version} ({executable}) has no {include}/Python.h; install its headers (python3-dev)"
         )
-    return Python(executable, version, include, suffix, machine)
+    return Python(executable, version, include, multiarch, suffix, machine)
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,29 @@ def module_sources() -> list[Path]:
     return files
 
 
+def multiarch_headers(python: Python, scratch: Path) -> "list[str]":
+    """Options that let the compiler find a Debian Python's own pyconfig.h.
+
+    The one in the headers' folder includes <MULTIARCH/pythonX.Y/pyconfig.h>, relative to /usr/include. The compiler is shown that one
+    folder, through a link in `scratch`, and nothing else of /usr/include: its libc is not the one that is targeted.
+    """
+    headers = Path(python.include)
+    own = headers.parent / python.multiarch / headers.name
+    if not python.multiarch or not (own / "pyconfig.h").is_file():
+        return []
+    link = scratch / "include" / python.multiarch / headers.name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(own)
+    return ["-isystem", str(scratch / "include")]
+
+
 def build_module(python: Python, cxx: Compiler, toolchain: Toolchain, embedded: Path, output: Path) -> None:
     """Compile and link `output` from our sources and `embedded` (embedded_cubins.cpp, beside its cubins)."""
     folder = embedded.parent
     includes = ["-I", str(ROOT / "csrc")]
     for path in (toolchain.pybind11_include, python.include, toolchain.cuda_include):
         includes += ["-isystem", str(path)]
+    includes += multiarch_headers(python, folder)
     # The value that __FILE__ and friends take must not depend on where the build is.
     maps = [f"-ffile-prefix-map={path}=." for path in (folder, ROOT, toolchain.scratch.parent)]
     sources = [*module_sources(), embedded]

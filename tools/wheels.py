@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +16,9 @@ from email.parser import Parser
 from pathlib import Path
 
 from tools import ROOT, settings
+from tools.archs import plan
 from tools.errors import BuildError, explain
-from tools.host import NEEDED, RPATH, RUNPATH, dynamic_strings
+from tools.host import NEEDED, RPATH, RUNPATH, describe_python, dynamic_strings
 from tools.process import capture, last_error
 from tools.toolchain import DEVICE, HOST, WHEEL, Log, Toolchain, obtain
 
@@ -63,6 +65,8 @@ def release(arch_setting: str, output: Path, log: Log = print) -> Path:
     """Build, repair and check a wheel for this Python; returns its path in `output`. The wheel before repair stays in build/wheel."""
     if settings.text(settings.CXX):
         raise BuildError(f"{settings.CXX} is set, but a wheel for others is made with the pinned compiler; unset it")
+    plan(arch_setting)  # what these two object to is known before 250 MB are downloaded
+    describe_python()
     toolchain = obtain((DEVICE, HOST, WHEEL), log)
     raw = build_raw(toolchain, ROOT / "build" / "wheel", arch_setting, log)
     wheel = repair(raw, toolchain, output)
@@ -99,11 +103,18 @@ def build_raw(toolchain: Toolchain, output: Path, arch_setting: str, log: Log = 
         errors="replace",
     )
     lines: list[str] = []
-    for line in process.stdout or ():
-        lines.append(line.rstrip("\n"))
-        if line.startswith(_PROGRESS):
-            log(lines[-1])
-    if process.wait() != 0:
+    try:
+        for line in process.stdout or ():
+            lines.append(line.rstrip("\n"))
+            if line.startswith(_PROGRESS):
+                log(lines[-1])
+        status = process.wait()
+    except BaseException:
+        # An interrupt may have reached this process alone: the build must not go on without it and hold the tree.
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+    if status != 0:
         problem = next((line for line in reversed(lines) if line.startswith("error: ")), "")
         if not problem:
             sys.stderr.write("\n".join(lines) + "\n")

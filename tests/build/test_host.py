@@ -128,3 +128,20 @@ def test_the_version_is_in_one_place() -> None:
         if f'"{version}"' in path.read_text(encoding="utf-8")
     ]
     assert mentions == []
+
+
+def test_debian_keeps_pyconfig_in_a_folder_beside(tmp_path: Path) -> None:
+    """Its pyconfig.h includes <MULTIARCH/pythonX.Y/pyconfig.h>; the compiler must see that, and no other header of the system."""
+    include = tmp_path / "usr" / "include"
+    headers, own = include / "python3.11", include / "x86_64-linux-gnu" / "python3.11"
+    for folder in (headers, own, include / "x86_64-linux-gnu" / "bits"):
+        folder.mkdir(parents=True)
+    (own / "pyconfig.h").write_text("#define FROM_MULTIARCH 1\n")
+    python = host.Python("python3", "3.11.2", str(headers), "x86_64-linux-gnu", ".so", "x86_64")
+    scratch = tmp_path / "scratch"
+    flag, shown = host.multiarch_headers(python, scratch)
+    assert flag == "-isystem"
+    assert [p.name for p in (Path(shown) / "x86_64-linux-gnu").iterdir()] == ["python3.11"]
+    assert (Path(shown) / "x86_64-linux-gnu" / "python3.11" / "pyconfig.h").read_text() == "#define FROM_MULTIARCH 1\n"
+    elsewhere = host.Python("python3", "3.11.7", str(headers), "", ".so", "x86_64")
+    assert host.multiarch_headers(elsewhere, tmp_path / "unused") == []
