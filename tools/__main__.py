@@ -1,9 +1,9 @@
 """python3 -m tools: everything a developer or a user does with this tree, on a bare Python."""
 
 import argparse
-import shlex
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator

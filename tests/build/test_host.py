@@ -33,10 +33,10 @@ def test_pythons_that_cannot_be_built_for(tmp_path: Path) -> None:
         host.describe_python("/no/python")
     with pytest.raises(BuildError, match="does not work as a Python: oh no"):
         host.describe_python(script(tmp_path / "broken", "echo 'oh no' >&2; exit 3"))
-    answer = json.dumps(["3.12.0", str(tmp_path), ".so", "x86_64", "Linux"])
+    answer = json.dumps(["3.12.0", str(tmp_path), "", ".so", "x86_64", "Linux"])
     with pytest.raises(BuildError, match=r"has no .*/Python\.h; install its headers \(python3-dev\)"):
         host.describe_python(script(tmp_path / "headless", f"echo '{answer}'"))
-    answer = json.dumps(["3.12.0", str(tmp_path), ".so", "arm64", "Darwin"])
+    answer = json.dumps(["3.12.0", str(tmp_path), "", ".so", "arm64", "Darwin"])
     with pytest.raises(BuildError, match="not on Darwin arm64"):
         host.describe_python(script(tmp_path / "mac", f"echo '{answer}'"))
 
