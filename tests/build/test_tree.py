@@ -12,7 +12,7 @@ from tools import ROOT
 
 # Written in two parts, since this file is read too.
 REGISTRIES = ["pypi" + ".org", "python" + "hosted.org", "pypi." + "nvidia.com", "conda." + "anaconda.org"]
-HOME = re.compile(r"/(?:home|Users)/(?!somebody)\w+/|/root/")
+HOME = re.compile(r"/(?:home|Users)/(?!somebody)\w+/|/ro{2}t/")
 SKIP = {".git", "build", "dist", "__pycache__", ".venv"}
 
 
