@@ -33,9 +33,8 @@ struct ForwardParams {
     int initial_is_fp32;        // else bf16
     int final_is_fp32;
     int cu_seqlens_is_int64;  // else int32
-    // Only with segments, fp32: [N, segments, H, V, K], at the start of segment j: the initial state, or B of the segment before,
-    // then the state;
-    // and [N, segments, H, K, K], P of segment j, for 1 <= j < segments - 1.
+    // Only with segments, fp32. [N, segments, H, V, K]: at the start of segment j, first B of the segment before, then the state (of segment 0 the
+    // initial one). [N, segments, H, K, K]: P of segment j, for 1 <= j < segments - 1.
     float* boundary_states;
     float* transitions;
     Pass pass;

@@ -62,8 +62,8 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             cute::warpgroup_commit_batch();
 
             // Meanwhile: hand over O of the chunk before, whose stores have long landed; see that the next chunk is ready (the wait also keeps
-            // the compiler from mixing what follows into the instructions above); decay the state, whose bf16 copy the
-            // product reads (ptxas puts a third of that behind the wait).
+            // the compiler from mixing what follows into the instructions above); decay the state, whose bf16 copy the product reads (ptxas
+            // puts a third of that behind the wait).
             if (done_before != 0) hand_over(done_before);
             done_before = done;
             --left;
