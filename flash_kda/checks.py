@@ -205,7 +205,7 @@ def check(
         )  # fmt: skip
 
     # Results may share no memory with what is read, since parts of the call run in any order. One exception: final_state may
-    # be initial_state itself (each part of a state is read, then written, by one owner).
+    # be initial_state itself (the kernels have read a state before they write it).
     if out is not None or final_state is not None:
         elements = N * H * HEAD_DIM * HEAD_DIM
         final_bytes = 0 if final_state is None else elements * (4 if final_is_fp32 else 2)

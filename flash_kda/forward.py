@@ -36,8 +36,9 @@ def fwd(
     What is computed, per head and token, is written at the top of ``flash_kda.reference``. On a GPU the call launches on the
     tensors' device, on torch's current stream there, and returns at once: it never waits for the GPU, allocates nothing but an
     ``out`` that was not given and the workspace (``get_workspace_size``), and can be captured in a CUDA graph. Where sequences
-    times heads would leave most of the GPU idle, a long sequence (one, or the rows of a batch) is cut into segments whose states are
-    chained exactly; that changes results by rounding alone, and FLASH_KDA_SPLIT=0 in the environment prevents it. On CPU tensors it runs the reference (slow; warns once).
+    times heads would leave most of the GPU idle, a long sequence (one, or the rows of a batch) is cut into segments whose
+    states are chained exactly; that changes results by rounding alone, and FLASH_KDA_SPLIT=0 in the environment prevents it.
+    On CPU tensors the call runs the reference (slow; warns once).
 
     Args:
         q, k: bf16 ``[B, T, H, 128]``, raw; L2-normalised inside.
@@ -95,9 +96,12 @@ def fwd(
         call = (*call[:OUT], out.data_ptr(), *call[OUT + 1 :])
     device = q.get_device()
     size = workspace_size(device, call[TOKENS], call[HEADS], call[SEQUENCES], call[OFFSETS] != 0)
-    # The allocator hands the memory out again only to later work of the same stream.
-    workspace = torch.empty(size, dtype=torch.uint8, device=q.device).data_ptr() if size else 0
-    launch(device, _current_stream(device), *call, workspace, size)
+    if size:
+        # Held until the launch has returned: from then on, whoever is given the memory next on this stream comes after the kernels.
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+        launch(device, _current_stream(device), *call, workspace.data_ptr(), size)
+    else:
+        launch(device, _current_stream(device), *call, 0, 0)
     return out, final_state
 
 

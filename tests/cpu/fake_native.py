@@ -60,6 +60,8 @@ class FakeNative:
         self.loads, self.gpus, self.cubins = driver, gpus, cubins
         self.calls: list[tuple[int, int]] = []
         self.asked: tuple[int, int, int, int, bool] | None = None
+        self.workspace_bytes = 0  # what a call needs
+        self.workspaces: list[int] = []  # addresses that calls were handed
 
     def embedded(self) -> list[dict[str, Any]]:
         return [dict(cubin) for cubin in self.cubins]
@@ -91,7 +93,7 @@ class FakeNative:
 
     def workspace_size(self, device: int, T: int, H: int, N: int, has_offsets: bool) -> int:
         self.asked = (device, T, H, N, has_offsets)
-        return 0
+        return self.workspace_bytes
 
     def forward(
         self,
@@ -103,7 +105,9 @@ class FakeNative:
         cu_seqlens: int, cu_is_int64: bool, scale: float, lower_bound: float,
         workspace: int, workspace_bytes: int,
     ) -> None:  # fmt: skip
-        assert (workspace, workspace_bytes) == (0, 0)
+        assert workspace_bytes == self.workspace_bytes
+        assert (workspace != 0) == (workspace_bytes > 0)
+        self.workspaces.append(workspace)
         assert self.asked == (device, T, H, N, cu_seqlens != 0)
         for strides in (q_strides, k_strides, v_strides, g_strides, beta_strides, out_strides):
             assert type(strides) is tuple

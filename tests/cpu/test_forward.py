@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,35 @@ def test_an_error_of_the_kernel_selection_reaches_the_caller(
     with pytest.raises(RuntimeError, match="no code for this device"):
         call(problem, out, None)
     assert bool((out.as_subclass(torch.Tensor) == 7.0).all())
+
+
+def test_the_workspace_lives_until_the_launch_has_returned(
+    fake: fake_native.FakeNative, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed before that, the allocator could hand it to another thread, whose work would come before the kernels."""
+    fake.workspace_bytes = 640
+    empty, compute, made = torch.empty, fake.forward, []
+
+    def allocate(*size: Any, device: Any, **options: Any) -> torch.Tensor:
+        assert device == torch.device("cuda", fake_native.DEVICE)
+        tensor = empty(*size, **options)
+        made.append((weakref.ref(tensor), tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+        return tensor
+
+    def launch(*arguments: Any) -> None:
+        (alive, address, size), asked = made[-1], arguments[-2:]
+        assert asked == (address, size) == (address, 640)
+        assert alive() is not None, "the workspace was freed before the launch"
+        monkeypatch.setattr(torch, "empty", empty)
+        compute(*arguments)
+
+    problem = moved(cases.make("cpu", [20], 2))
+    out = fake_native.on_fake_gpu(torch.full((1, 20, 2, 128), 7.0, dtype=BF16))
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(fake, "forward", launch, raising=False)
+    call(problem, out, None)
+    assert len(made) == len(fake.workspaces) == 1
+    assert made[0][0]() is None, "and no longer"
 
 
 def without_module(monkeypatch: pytest.MonkeyPatch) -> None:
