@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from dataclasses import dataclass
@@ -130,17 +131,21 @@ def repair(raw: Path, toolchain: Toolchain, output: Path) -> Path:
     environment["PYTHONPATH"] = os.pathsep.join(map(str, toolchain.python_path))
     environment["PATH"] = os.pathsep.join((str(toolchain.patchelf.parent), environment.get("PATH", os.defpath)))
     environment["SOURCE_DATE_EPOCH"] = str(source_date_epoch())
-    before = set(output.glob("*.whl")) if output.exists() else set()
-    for stale in before:
-        if stale.name.split("-")[:3] == raw.name.split("-")[:3]:
-            stale.unlink()
-    arguments = ["repair", "--plat", platform, "--wheel-dir", str(output), str(raw)]
-    result = capture([sys.executable, "-S", "-m", "auditwheel", *arguments], env=environment)
-    made = [wheel for wheel in output.glob("*.whl") if wheel.name.split("-")[:3] == raw.name.split("-")[:3]]
-    if result.returncode != 0 or len(made) != 1:
-        raise BuildError(f"auditwheel refuses {raw.name} as {platform}: {last_error(result.stderr + result.stdout)}")
-    normalise(made[0])
-    return made[0]
+    with explain(f"cannot write into {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=output) as part:
+            arguments = ["repair", "--plat", platform, "--wheel-dir", part, str(raw)]
+            result = capture([sys.executable, "-S", "-m", "auditwheel", *arguments], env=environment)
+            made = list(Path(part).glob("*.whl"))
+            if result.returncode != 0 or len(made) != 1:
+                said = last_error(result.stderr + result.stdout)
+                raise BuildError(f"auditwheel refuses {raw.name} as {platform}: {said}")
+            normalise(made[0])
+            # Wheels before it, of the same version and Python, go only now.
+            for stale in output.glob("*.whl"):
+                if stale.name.split("-")[:3] == raw.name.split("-")[:3]:
+                    stale.unlink()
+            return made[0].replace(output / made[0].name)
 
 
 @dataclass(frozen=True)

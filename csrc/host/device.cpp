@@ -6,7 +6,6 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
-#include <vector>
 
 #include "kernels/common/combine.h"
 #include "kernels/portable/config.h"

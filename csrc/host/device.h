@@ -19,6 +19,7 @@ struct DeviceInfo {
 // 0 if there is no working driver.
 int device_count();
 DeviceInfo device_info(int index);
+
 // A kernel: an entry point of a unit's cubin, and what its launch needs.
 struct Kernel {
     const char* name;  // what the environment variable FLASH_KDA_KERNEL calls it
@@ -32,6 +33,7 @@ struct Choice {
     const Kernel* kernel;
     const EmbeddedCubin* cubin;
 };
+
 // The best kernel that is embedded for a device and fits it, or the one that FLASH_KDA_KERNEL names. Throws std::runtime_error with the
 // reason if there is none.
 Choice choose_kernel(const DeviceInfo& info);

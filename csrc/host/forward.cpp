@@ -8,11 +8,12 @@
 #include "host/driver.h"
 #include "host/plan.h"
 #include "kernels/common/combine.h"
+#include "kernels/common/slot.h"
 
 namespace flash_kda {
 namespace {
 
-constexpr int kPanelChannels = 64;
+using slot::kPanelChannels;
 constexpr int kPanels = kHeadDim / kPanelChannels;
 constexpr int kElementBytes = 2;
 
@@ -40,6 +41,7 @@ CUtensorMap encode(const Driver& driver, const StridedTensor& tensor, const Forw
 struct Maps {
     CUtensorMap q, k, v, g, o;
 };
+static_assert(sizeof(Maps) == 5 * 128 && alignof(Maps) == 64);
 
 }  // namespace
 

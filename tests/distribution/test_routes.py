@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools import ROOT, settings
+from tools.process import capture
 from tools.toolchain import Toolchain, pip_command
 from tools.venvs import Environment
 
@@ -79,9 +80,7 @@ def test_the_same_wheel_from_the_sdist_in_another_folder_for_another_user(
     (library / "deleted.py").write_text("raise ImportError\n")
     (folder / "flash_kda" / "_native.cpython-38-x86_64-linux-gnu.so").write_bytes(b"old")
     script = "import sys; from pathlib import Path; from tools import wheels; wheels.release('all', Path(sys.argv[1]))"
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "out")], cwd=folder, capture_output=True, text=True, check=False
-    )
+    result = capture([sys.executable, "-c", script, str(tmp_path / "out")], cwd=folder)
     assert result.returncode == 0, result.stderr + result.stdout
     assert "kept from before" not in result.stdout
     made = next((tmp_path / "out").glob("*.whl"))
@@ -92,7 +91,7 @@ def test_the_same_wheel_from_the_sdist_in_another_folder_for_another_user(
 
 def pip(*arguments: str, cwd: Path) -> None:
     command = [*pip_command(), *arguments, "--disable-pip-version-check"]
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    result = capture(command, cwd=cwd)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -121,14 +120,7 @@ def test_an_editable_installation(
     environment = Environment(tmp_path / "venv")
     environment.install("--no-deps", "-e", str(folder))
     say = "import flash_kda._native as n; print(n.__file__); print(sorted({c['arch'] for c in n.embedded()}))"
-    result = subprocess.run(
-        [str(environment.python), "-c", say],
-        cwd=tmp_path,
-        env=environment.clean(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = capture([str(environment.python), "-c", say], cwd=tmp_path, env=environment.clean())
     assert result.returncode == 0, result.stderr
     place, archs = result.stdout.splitlines()
     assert Path(place).parent == folder / "flash_kda"

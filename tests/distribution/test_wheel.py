@@ -13,6 +13,8 @@ from typing import Callable
 import pytest
 
 from tools import host, locks, venvs, wheels
+from tools.errors import BuildError
+from tools.process import capture
 from tools.toolchain import Toolchain
 from tools.units import ARCHS, UNITS
 from tools.wheels import Wheel
@@ -112,14 +114,7 @@ print(json.dumps([_native.embedded(), json.loads(_native.build_record()), _nativ
 def test_it_imports_without_torch_and_carries_the_locked_device_code(wheel_path: Path, tmp_path: Path) -> None:
     environment = venvs.Environment(tmp_path / "venv")
     environment.install("--no-deps", str(wheel_path))
-    result = subprocess.run(
-        [str(environment.python), "-c", SAY],
-        cwd=tmp_path,
-        env=environment.clean(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = capture([str(environment.python), "-c", SAY], cwd=tmp_path, env=environment.clean())
     assert result.returncode == 0, result.stderr
     embedded, record, driver = json.loads(result.stdout)
     locked = locks.read_device_code_lock()
@@ -199,3 +194,16 @@ def test_normalising_hides_clock_umask_and_order(wheel_path: Path, tmp_path: Pat
         wheels.normalise(path)
         digests.add(path.read_bytes())
     assert digests == {wheel_path.read_bytes()}
+
+
+def test_a_refused_wheel_leaves_the_one_before_it(full_toolchain: Toolchain, wheel_path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "dist"
+    output.mkdir()
+    before = output / wheel_path.name
+    before.write_bytes(b"the wheel of an earlier build")
+    raw = tmp_path / re.sub(r"-manylinux.*\.whl$", f"-linux_{os.uname().machine}.whl", wheel_path.name)
+    raw.write_bytes(b"not a wheel")
+    with pytest.raises(BuildError, match="auditwheel refuses"):
+        wheels.repair(raw, full_toolchain, output)
+    assert [path.name for path in output.iterdir()] == [before.name]
+    assert before.read_bytes() == b"the wheel of an earlier build"

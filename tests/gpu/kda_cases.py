@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -160,6 +161,24 @@ def call(problem: Problem, out: Tensor | None, final_state: Tensor | None) -> tu
         final_state,
         p.cu_seqlens,
     )
+
+
+def median_microseconds(problem: Problem, warm_up: int, samples: int) -> float:
+    """CUDA-event median of a call with an fp32 final state."""
+    out, state = torch.empty_like(problem.q), torch.empty_like(problem.initial_state)
+
+    def once() -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(200_000)  # 0.1 ms: the launch is queued before the first event is reached
+        begin.record()
+        call(problem, out, state)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    for _ in range(warm_up):
+        once()
+    return statistics.median(once() for _ in range(samples))
 
 
 def rows_in_sequences(problem: Problem) -> Tensor:

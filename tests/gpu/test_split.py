@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import pytest
@@ -120,23 +119,10 @@ def test_repeated_runs_and_graphs_give_the_same_bits() -> None:
 @pytest.mark.parametrize(("T", "H"), [(2048, 12), (4096, 8), (8192, 16), (8192, 32), (65536, 8), (65536, 4)], ids=str)
 def test_split_takes_less_time(T: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cases.make("cuda", None, H, WEAK, batch=(1, T), initial=FP32)
-    out, state = torch.empty_like(problem.q), torch.empty_like(problem.initial_state)
-
-    def once() -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(200_000)
-        begin.record()
-        cases.call(problem, out, state)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3
-
     times = {}
     for setting in ("auto", "0"):
         monkeypatch.setenv("FLASH_KDA_SPLIT", setting)
-        for _ in range(3):
-            once()
-        times[setting] = statistics.median(once() for _ in range(9))
+        times[setting] = cases.median_microseconds(problem, warm_up=3, samples=9)
     record.time(f"split T={T} H={H}", times["auto"])
     record.time(f"whole T={T} H={H}", times["0"])
     assert times["auto"] <= 1.05 * times["0"], times

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -28,20 +26,7 @@ SHAPES = {
 def test_official_times(name: str, gate: float) -> None:
     lengths, H, peer = SHAPES[name]
     problem = cases.make("cuda", lengths, H, gate, initial=FP32)
-    out, state = torch.empty_like(problem.q), torch.empty_like(problem.initial_state)
-
-    def once() -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(200_000)  # 0.1 ms: the launch is queued before the first event is reached
-        begin.record()
-        cases.call(problem, out, state)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3
-
-    for _ in range(5):
-        once()
-    median = statistics.median(once() for _ in range(25))
+    median = cases.median_microseconds(problem, warm_up=5, samples=25)
     record.time(f"{REGIME[gate]} {name}", median)
     if "H200" in torch.cuda.get_device_name(0):
         assert median <= 1.5 * peer, f"{median:.0f} us, and FlashKDA takes {peer:.0f} us"

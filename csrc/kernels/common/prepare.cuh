@@ -219,9 +219,9 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
         const uint32_t at = slot + slot::kScores + lane * 4;
         const int s = 2 * c;
         store_u32(at, pack_bf16(s <= g ? scores[0][0] : 0.f, s + 1 <= g ? scores[0][1] : 0.f));
-        store_u32(at + 128, 0u);
-        store_u32(at + 256, pack_bf16(scores[0][2], scores[0][3]));
-        store_u32(at + 384, pack_bf16(s <= g ? scores[1][2] : 0.f, s + 1 <= g ? scores[1][3] : 0.f));
+        store_u32(at + slot::kBlockBytes, 0u);
+        store_u32(at + 2 * slot::kBlockBytes, pack_bf16(scores[0][2], scores[0][3]));
+        store_u32(at + 3 * slot::kBlockBytes, pack_bf16(s <= g ? scores[1][2] : 0.f, s + 1 <= g ? scores[1][3] : 0.f));
     }
 
     // T = X diag(beta), X = (I + L)^-1, L = diag(beta) M, in 8x8 blocks: X11 and X22 by substitution, X21 = -X22 L21 X11. L goes to the
@@ -272,7 +272,7 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
     const uint32_t x22_row = scratch + ((8 + g) * kScratchStride + 8 + 2 * c) * 4, y_column = scratch + (g * kScratchStride + 8 + 2 * c) * 4;
     const float2 x21 = multiply_8x8(load_float(x22_row), load_float(x22_row + 4), load_float(y_column), load_float(y_column + 4), collinear);
     // Stores: a row of 8 of a diagonal block each by lanes 0-15; a pair of X21 and of the zero block by every lane. Then what bf16 left over.
-    const uint32_t row_at = slot + (block >> 3) * (128 + 256) + (row & 7) * 16, pair_at = slot + lane * 4;
+    const uint32_t row_at = slot + (block >> 3) * 3 * slot::kBlockBytes + (row & 7) * 16, pair_at = slot + lane * 4;
     uint32_t t[4];
     float2 pair;
     {
@@ -286,15 +286,15 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
     for (int j = 0; j < 4; ++j) t[j] = pack_bf16(x[2 * j], x[2 * j + 1]);
     uint32_t t21 = pack_bf16(pair.x, pair.y);
     if (lane < kChunkTokens) store_u32x4(row_at + slot::kTransformHigh, t);
-    store_u32(pair_at + slot::kTransformHigh + 128, 0u);
-    store_u32(pair_at + slot::kTransformHigh + 256, t21);
+    store_u32(pair_at + slot::kTransformHigh + slot::kBlockBytes, 0u);
+    store_u32(pair_at + slot::kTransformHigh + 2 * slot::kBlockBytes, t21);
     if (collinear) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) t[j] = pack_bf16(x[2 * j] - bf16_low(t[j]), x[2 * j + 1] - bf16_high(t[j]));
         t21 = pack_bf16(pair.x - bf16_low(t21), pair.y - bf16_high(t21));
         if (lane < kChunkTokens) store_u32x4(row_at + slot::kTransformLow, t);
-        store_u32(pair_at + slot::kTransformLow + 128, 0u);
-        store_u32(pair_at + slot::kTransformLow + 256, t21);
+        store_u32(pair_at + slot::kTransformLow + slot::kBlockBytes, 0u);
+        store_u32(pair_at + slot::kTransformLow + 2 * slot::kBlockBytes, t21);
     }
     return collinear;
 }

@@ -6,7 +6,8 @@
 namespace flash_kda::slot {
 
 inline constexpr int kPanelRows = 16;
-inline constexpr int kPanelBytes = kPanelRows * 128;
+inline constexpr int kPanelChannels = 64;
+inline constexpr int kPanelBytes = kPanelRows * kPanelChannels * 2;
 // Per 64-channel panel: 16 rows of k, then 16 rows of q, so that [K~ ; Q~] is one 32-row operand.   raw k, q -> K~, Q~
 inline constexpr int kKey = 0;
 inline constexpr int kQuery = kPanelBytes;
@@ -18,8 +19,9 @@ inline constexpr int kKeyMinus = kGate;
 inline constexpr int kValue = 6 * kPanelBytes;
 inline constexpr int kOut = kValue;
 inline constexpr int kPanelStride = kPanelBytes;
-// 16x16 bf16 matrices as four 8x8 blocks of 128 bytes, block (row/8, col/8) at index 2*(row/8) + col/8.
-inline constexpr int kBlockMatrixBytes = 512;
+// 16x16 bf16 matrices as four 8x8 blocks, block (row/8, col/8) at index 2*(row/8) + col/8.
+inline constexpr int kBlockBytes = 8 * 8 * 2;
+inline constexpr int kBlockMatrixBytes = 4 * kBlockBytes;
 inline constexpr int kScores = 8 * kPanelBytes;                           // lower(Q~ K^^T), [t][s]
 inline constexpr int kTransformHigh = kScores + kBlockMatrixBytes;        // T, [t][s], bf16
 inline constexpr int kTransformLow = kTransformHigh + kBlockMatrixBytes;  // T minus its bf16 rounding
