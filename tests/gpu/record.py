@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import datetime
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flash_kda import device_code
+from flash_kda.bench import driver_version
 
 RECORDS = Path(__file__).resolve().parent / "records"
 
@@ -83,17 +83,3 @@ def write(name: str, passed: int, failed: int, skipped: int) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content(passed, failed, skipped), indent=1, sort_keys=False) + "\n")
     return target
-
-
-def driver_version() -> str:
-    from flash_kda.doctor import kernel_driver_version
-
-    found = kernel_driver_version()
-    if found is not None:
-        return found
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return "unknown"
-    return asked.stdout.split("\n")[0].strip() or "unknown"

@@ -1,0 +1,54 @@
+"""The stopwatch: it sees the GPU's time and no host time, and a sweep of the L2 cache costs the call, not the count."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flash_kda import bench  # noqa: E402
+
+BANDWIDTHS = {"H100": 3.3e12, "H200": 4.8e12}  # of the memory itself, bytes a second
+
+
+def test_median_is_the_gpu_time() -> None:
+    timer = bench.Timer()
+    millisecond = timer.median_us(lambda: torch.cuda._sleep(2_000_000))
+    assert timer.median_us(lambda: torch.cuda._sleep(4_000_000)) == pytest.approx(2 * millisecond, rel=0.1)
+    small = torch.zeros(16, device="cuda")
+
+    def slow_host() -> None:
+        time.sleep(0.002)
+        small.add_(1)
+
+    assert timer.median_us(slow_host) < 100
+
+
+def test_cold_calls_read_memory() -> None:
+    timer = bench.Timer()
+    source = torch.zeros(16 << 20, dtype=torch.uint8, device="cuda")  # fits into L2
+    target = torch.empty_like(source)
+    warm = timer.median_us(lambda: target.copy_(source))
+    cold = timer.median_us(lambda: target.copy_(source), cold=True)
+    assert cold > 1.1 * warm
+
+
+def test_copy_bandwidth_is_below_the_memorys() -> None:
+    found = bench.copy_bandwidth(bench.Timer())
+    for name, limit in BANDWIDTHS.items():
+        if name in torch.cuda.get_device_name(0):
+            assert 0.5 * limit < found <= limit
+
+
+@pytest.mark.parametrize("state", bench.STATES)
+def test_a_problem_is_right_on_this_gpu(state: str) -> None:
+    import flash_kda
+
+    inputs = bench.make(bench.Shape((1000, 0, 33), 5), "weak", state)
+    with torch.inference_mode():
+        out, final = flash_kda.fwd(**inputs)
+    assert bench.errors(inputs, out, final).good
+    out[0, 5, 0] += 10
+    assert not bench.errors(inputs, out, final).good
