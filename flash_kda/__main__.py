@@ -6,6 +6,8 @@ doctor    What is installed, which kernel this machine uses and why, and a self-
           3 in order, but no kernel can run here: CPU reference only
           4 in order, but torch is missing: nothing was run
 archs     The machine code in this installation.
+verify    What wheels are, out of the files alone: the machine code in them against device-code.lock, their tags against
+          their symbols, their needs against their metadata. Exit code: 0 fit, 1 not fit or not readable
 """
 
 from __future__ import annotations
@@ -15,19 +17,30 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from flash_kda import device_code, doctor
+from flash_kda import device_code, doctor, verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flash_kda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | archs")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | archs | verify")
     for name in ("doctor", "archs"):
         command = commands.add_parser(name)
         command.add_argument("--json", action="store_true", help="print JSON")
+    command = commands.add_parser("verify")
+    command.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
+    command.add_argument(
+        "--lock",
+        type=Path,
+        help="compare machine code with this file (default: device-code.lock of this folder, if there)",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
+    if options.command == "verify":
+        return _verify(options.wheels, options.lock, options.json)
     return _doctor(options.json) if options.command == "doctor" else _archs(options.json)
 
 
@@ -55,6 +68,24 @@ def _archs(as_json: bool) -> int:
         )
     )
     return doctor.GOOD
+
+
+def _verify(wheels: Sequence[Path], lock: Path | None, as_json: bool) -> int:
+    here = Path("device-code.lock")
+    try:
+        reports = [verify.verify(wheel, lock or (here if here.is_file() else None)) for wheel in wheels]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if as_json:
+        _say(
+            json.dumps(
+                [{**report._asdict(), "code": [code._asdict() for code in report.code]} for report in reports], indent=1
+            )
+        )
+    else:
+        _say("\n\n".join("\n".join(verify.describe(report)) for report in reports))
+    return 1 if any(report.faults for report in reports) else 0
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "Cubin",
     "Gpu",
     "build_record",
+    "capabilities",
     "choose",
     "embedded",
     "gpus",
@@ -156,18 +157,23 @@ def is_available(device: int = 0) -> bool:
     return choose(device).cubin is not None
 
 
+def capabilities(arch: str) -> tuple[int, int, int]:
+    """(major, first minor, last minor) of the compute capabilities that code for ``arch`` runs on.
+
+    "a" code runs on exactly its own capability, "f" code on later ones of its major too (CUDA C++ Programming Guide, family-specific
+    architecture features).
+    """
+    major, minor = int(arch[:-2]), int(arch[-2])
+    return major, minor, 9 if arch[-1] == "f" else minor
+
+
 def serves(arch: str) -> str:
-    """The compute capabilities that code for ``arch`` runs on, in words: "9.0" for "90a", "12.0 and later 12.x" for "120f"."""
-    major, minor, family = _parse(arch)
-    return f"{major}.{minor} and later {major}.x" if family else f"{major}.{minor}"
+    """capabilities() in words: "9.0" for "90a", "12.0 and later 12.x" for "120f"."""
+    major, first, last = capabilities(arch)
+    return f"{major}.{first}" + (f" and later {major}.x" if last > first else "")
 
 
 def runs(arch: str, major: int, minor: int) -> bool:
     """Whether code for ``arch`` runs on a device of compute capability ``major.minor``."""
-    arch_major, arch_minor, family = _parse(arch)
-    return arch_major == major and (arch_minor <= minor if family else arch_minor == minor)
-
-
-def _parse(arch: str) -> tuple[int, int, bool]:
-    """(major, minor, whether it serves its family): "a" code runs on exactly its own capability."""
-    return int(arch[:-2]), int(arch[-2]), arch[-1] == "f"
+    arch_major, first, last = capabilities(arch)
+    return major == arch_major and first <= minor <= last

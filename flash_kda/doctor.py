@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 import sys
@@ -31,6 +32,7 @@ def examine() -> dict[str, Any]:
         "fla": _package("flash-linear-attention", "fla"),
         "module": {"loaded": True, "reason": ""},
         "driver": None,
+        "asked_for": os.environ.get("FLASH_KDA_KERNEL", ""),
         "cubins": [],
         "gpus": [],
     }
@@ -85,6 +87,8 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
             )
         if not report["gpus"]:
             yield row("GPUs", "none visible")
+            if report["asked_for"]:
+                yield row("", f"FLASH_KDA_KERNEL={report['asked_for']} is set; it has a say once there is one")
         for gpu in report["gpus"]:
             yield row(
                 f"GPU {gpu['ordinal']}", f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sm_count']} SMs"

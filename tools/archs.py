@@ -40,6 +40,7 @@ def plan(setting: str = "", gpus: "list[Gpu] | str | None" = None) -> Plan:
 
     Raises BuildError for a token that is unknown, without its suffix, unsupported or mixed with auto or all.
     """
+    said = f"architectures {setting}" if setting else f"{settings.CUDA_ARCHS}={settings.text(settings.CUDA_ARCHS)}"
     setting = (setting or settings.text(settings.CUDA_ARCHS) or "auto").strip()
     tokens = [token.strip() for token in setting.split(",")]
     if setting == "all":
@@ -48,7 +49,7 @@ def plan(setting: str = "", gpus: "list[Gpu] | str | None" = None) -> Plan:
         return _auto(visible_gpus() if gpus is None else gpus)
     for token in tokens:
         if token not in ARCH_BY_NAME:
-            raise BuildError(f"{settings.CUDA_ARCHS}={setting}: {_objection(token)}; allowed: {allowed()}")
+            raise BuildError(f"{said}: {_objection(token)}; allowed: {allowed()}")
     names = tuple(arch.name for arch in ARCHS if arch.name in tokens)
     return Plan(
         ",".join(names), names, tuple(f"sm_{name} was asked for ({ARCH_BY_NAME[name].serves})" for name in names)

@@ -6,13 +6,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from flash_kda.device_code import capabilities
 from tools import ROOT, settings
 from tools.archs import Plan
 from tools.device import Cubin
 from tools.errors import BuildError, explain
 from tools.locks import compare_with_lock
 from tools.toolchain import Toolchain
-from tools.units import ARCH_BY_NAME, ARCHS
+from tools.units import ARCHS
 
 
 def project_version() -> str:
@@ -37,8 +38,7 @@ def build_record(plan: Plan, cubins: list[Cubin], toolchain: Toolchain, host: st
         "locked": not compare_with_lock([cubin.record() for cubin in cubins]),
         "cubins": [cubin.record() for cubin in cubins],
     }
-    commit = settings.text(settings.COMMIT)
-    return {**record, "commit": commit} if commit else record
+    return {**record, **settings.commit()}
 
 
 # The symbols are hidden: nothing of this is exported. The image is aligned, since the driver may read it in place.
@@ -64,14 +64,15 @@ def write_embedded(cubins: list[Cubin], record: dict[str, Any], folder: Path) ->
     cubins = sorted(cubins, key=lambda cubin: (cubin.unit, order.index(cubin.arch)))
     blocks, externs, rows = [], [], []
     for cubin in cubins:
-        arch, file = ARCH_BY_NAME[cubin.arch], f"{cubin.unit}.{cubin.arch}.cubin"
+        major, first, last = capabilities(cubin.arch)
+        file = f"{cubin.unit}.{cubin.arch}.cubin"
         symbol = f"flash_kda_cubin_{cubin.unit}_{cubin.arch}"
         with explain(f"cannot write into {folder}"):
             shutil.copyfile(cubin.path, folder / file)
         blocks.append(_BLOCK.format(symbol=symbol, file=file))
         externs.append(f"extern const unsigned char {symbol}_begin[], {symbol}_end[];")
         rows.append(
-            f'    {{"{cubin.unit}", "{cubin.arch}", {arch.major}, {arch.minor_first}, {arch.minor_last},\n     "{cubin.sha256}",\n'
+            f'    {{"{cubin.unit}", "{cubin.arch}", {major}, {first}, {last},\n     "{cubin.sha256}",\n'
             f"     {symbol}_begin, {symbol}_end}},"
         )
     newline = "\n"

@@ -173,27 +173,3 @@ def run(command: list[str], cxx: Compiler, folder: Path, what: str) -> None:
         sys.stderr.write(result.stderr)
     if result.returncode != 0:
         raise BuildError(f"the host compiler failed at {what}: {last_error(result.stderr + result.stdout)}")
-
-
-NEEDED, RPATH, RUNPATH = 1, 15, 29  # tags of dynamic entries
-
-
-def dynamic_strings(data: bytes, tag: int) -> list[str]:
-    """Strings of all dynamic entries with `tag` of a 64-bit little-endian ELF file."""
-    if data[:6] != b"\x7fELF\x02\x01":
-        raise BuildError("not a 64-bit little-endian ELF file")
-
-    def number(offset: int, size: int) -> int:
-        return int.from_bytes(data[offset : offset + size], "little")
-
-    start, entry_size, count = number(32, 8), number(54, 2), number(56, 2)
-    segments = [start + index * entry_size for index in range(count)]
-    loads = [(number(s + 16, 8), number(s + 8, 8), number(s + 32, 8)) for s in segments if number(s, 4) == 1]
-    entries: list[tuple[int, int]] = []
-    for segment in segments:
-        if number(segment, 4) == 2:  # PT_DYNAMIC
-            offset, size = number(segment + 8, 8), number(segment + 32, 8)
-            entries = [(number(at, 8), number(at + 8, 8)) for at in range(offset, offset + size, 16)]
-    table = dict(entries).get(5, 0)  # DT_STRTAB, an address
-    base = next((offset + table - address for address, offset, size in loads if address <= table < address + size), 0)
-    return [data[base + value : data.index(b"\0", base + value)].decode() for key, value in entries if key == tag]

@@ -1,6 +1,7 @@
 """The environment variables that steer a build: each is named and read here, nowhere else."""
 
 import os
+import re
 from pathlib import Path
 from typing import Optional
 
@@ -13,7 +14,7 @@ JOBS = "FLASH_KDA_JOBS"  # device compilers at once, instead of the number that 
 ALLOW_UNLOCKED = "FLASH_KDA_ALLOW_UNLOCKED"  # 1: device code may differ from device-code.lock
 CXX = "FLASH_KDA_CXX"  # host compiler instead of the pinned one; the wheel is then not a release
 GLIBC = "FLASH_KDA_GLIBC"  # 2.17 (default) or 2.28: the oldest glibc that the module runs on
-COMMIT = "FLASH_KDA_COMMIT"  # put into the build record as it is
+COMMIT = "FLASH_KDA_COMMIT"  # a commit id for the build record, as of `git describe --always --abbrev=40 --dirty`
 
 VARIABLES = (CUDA_ARCHS, TOOLCHAIN_DIR, CACHE_DIR, JOBS, ALLOW_UNLOCKED, CXX, GLIBC, COMMIT)
 
@@ -43,6 +44,19 @@ def glibc() -> str:
     if value not in ("2.17", "2.28"):
         raise BuildError(f"{GLIBC}={value}: expected 2.17 or 2.28")
     return value
+
+
+def commit() -> "dict[str, object]":
+    """What the build record says of the sources; nothing if nothing was given. The build itself calls no git."""
+    value = text(COMMIT)
+    if not value:
+        return {}
+    match = re.fullmatch(r"([0-9a-f]{7,64})(-dirty)?", value)
+    if not match:
+        raise BuildError(
+            f"{COMMIT}={value}: expected a commit id in hex, with -dirty behind it if the tree was changed"
+        )
+    return {"commit": match[1], "dirty": bool(match[2])}
 
 
 def cache_root() -> Path:

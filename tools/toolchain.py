@@ -7,6 +7,7 @@ build that dies half-way leaves nothing that a later build would take for whole.
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -260,15 +261,20 @@ def pip_failure(pin: Pin, output: str) -> str:
     return f"cannot download {pin.name} {pin.version} with pip ({said}); {offline}"
 
 
-def pip_command() -> list[str]:
+def pip_command() -> "tuple[str, ...]":
     """A working pip of this Python. Raises BuildError if there is none."""
+    return _pip_of(sys.executable)
+
+
+@functools.cache
+def _pip_of(python: str) -> "tuple[str, ...]":
     # -I looks past PYTHONPATH, by which a build in isolation hides the pip that the Python itself has.
     for isolation in ([], ["-I"]):
-        command = [sys.executable, *isolation, "-m", "pip"]
+        command = (python, *isolation, "-m", "pip")
         if capture([*command, "--version"]).returncode == 0:
             return command
     raise BuildError(
-        f"{sys.executable} has no pip to download the toolchain with: install pip, or name a folder of wheels in "
+        f"{python} has no pip to download the toolchain with: install pip, or name a folder of wheels in "
         f"{settings.TOOLCHAIN_DIR}"
     )
 

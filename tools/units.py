@@ -1,30 +1,24 @@
-"""What is compiled for which chips: the one table of architectures and the one table of kernel units."""
+"""What is compiled for which chips: the architectures of matrix.json, and the one table of kernel units."""
 
 from dataclasses import dataclass, field
+
+from flash_kda import device_code
+from tools.matrix import MATRIX
 
 
 @dataclass(frozen=True)
 class Arch:
-    """One target of the device compiler and the GPUs that its machine code runs on."""
+    """One target of the device compiler and the GPUs that its machine code is meant for."""
 
     name: str  # as in sm_<name>
-    major: int
-    minor_first: int
-    minor_last: int
     serves: str
 
     def runs_on(self, major: int, minor: int) -> bool:
-        return major == self.major and self.minor_first <= minor <= self.minor_last
+        return device_code.runs(self.name, major, minor)
 
 
 # Most specific first: the loader takes the first entry that fits the device.
-ARCHS = (
-    Arch("90a", 9, 0, 0, "Hopper: H100, H200, GH200"),
-    Arch("100a", 10, 0, 0, "Blackwell: B200, GB200"),
-    Arch("103a", 10, 3, 3, "Blackwell Ultra: B300, GB300"),
-    Arch("120a", 12, 0, 0, "Blackwell: RTX 50, RTX PRO"),
-    Arch("120f", 12, 0, 1, "the sm_12x family, for GB10 (sm_121)"),
-)
+ARCHS = tuple(Arch(name, serves) for name, serves in MATRIX.archs.items())
 ARCH_BY_NAME = {arch.name: arch for arch in ARCHS}
 
 

@@ -1,9 +1,6 @@
 """Wheels: the same bytes for the same inputs, the manylinux tag, and what must be true of one that is released."""
 
-import base64
-import csv
 import hashlib
-import io
 import os
 import re
 import signal
@@ -12,14 +9,15 @@ import sys
 import tempfile
 import time
 import zipfile
-from dataclasses import dataclass
-from email.parser import Parser
 from pathlib import Path
 
+from flash_kda import elf
+from flash_kda.verify import Wheel, examine, read_wheel
 from tools import ROOT, settings
 from tools.archs import plan
 from tools.errors import BuildError, explain
-from tools.host import NEEDED, RPATH, RUNPATH, describe_python, dynamic_strings
+from tools.host import describe_python
+from tools.locks import DEVICE_CODE_LOCK, toolchain_digest
 from tools.process import capture, last_error
 from tools.toolchain import DEVICE, HOST, WHEEL, Log, Toolchain, obtain
 
@@ -71,9 +69,6 @@ def release(arch_setting: str, output: Path, log: Log = print) -> Path:
     toolchain = obtain((DEVICE, HOST, WHEEL), log)
     raw = build_raw(toolchain, ROOT / "build" / "wheel", arch_setting, log)
     wheel = repair(raw, toolchain, output)
-    found = problems(read_wheel(wheel))
-    if found:
-        raise BuildError(f"{wheel.name} is not fit to be released: {'; '.join(found)}")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     log(f"wheel: {wheel} ({wheel.stat().st_size / 1e6:.2f} MB, sha256 {digest})")
     return wheel
@@ -124,7 +119,10 @@ def build_raw(toolchain: Toolchain, output: Path, arch_setting: str, log: Log = 
 
 
 def repair(raw: Path, toolchain: Toolchain, output: Path) -> Path:
-    """Give the wheel its manylinux tag; auditwheel refuses it if its symbols need a newer system. Returns the new path."""
+    """Give the wheel its manylinux tag and check it; returns its path in `output`.
+
+    Raises BuildError if auditwheel finds that its symbols need a newer system, and if it is not fit to be released; `output` is then as it was.
+    """
     machine = re.sub(r".*linux_(\w+)\.whl$", r"\1", raw.name)
     platform = f"manylinux_{settings.glibc().replace('.', '_')}_{machine}"
     environment = dict(os.environ)
@@ -141,6 +139,9 @@ def repair(raw: Path, toolchain: Toolchain, output: Path) -> Path:
                 said = last_error(result.stderr + result.stdout)
                 raise BuildError(f"auditwheel refuses {raw.name} as {platform}: {said}")
             normalise(made[0])
+            found = problems(read_wheel(made[0]))
+            if found:
+                raise BuildError(f"{made[0].name} is not fit to be released: {'; '.join(found)}")
             # Wheels before it, of the same version and Python, go only now.
             for stale in output.glob("*.whl"):
                 if stale.name.split("-")[:3] == raw.name.split("-")[:3]:
@@ -148,35 +149,13 @@ def repair(raw: Path, toolchain: Toolchain, output: Path) -> Path:
             return made[0].replace(output / made[0].name)
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """A wheel read into memory, for the checks."""
+def problems(wheel: Wheel) -> list[str]:
+    """Everything that keeps a wheel from being handed to strangers, one text each; empty if it is fit.
 
-    path: Path
-    members: dict[str, bytes]
-
-    @property
-    def info(self) -> str:
-        return next(name.split("/")[0] for name in self.members if name.endswith(".dist-info/METADATA"))
-
-    def metadata(self, file: str = "METADATA") -> dict[str, list[str]]:
-        """Headers of METADATA or WHEEL, each a list since some repeat."""
-        message = Parser().parsestr(self.members[f"{self.info}/{file}"].decode())
-        return {key: [str(value) for value in message.get_all(key, [])] for key in set(message)}
-
-    @property
-    def modules(self) -> list[str]:
-        return [name for name in self.members if name.endswith(".so")]
-
-
-def read_wheel(path: Path) -> Wheel:
-    with explain(f"cannot read {path}"), zipfile.ZipFile(path) as archive:
-        return Wheel(path, {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")})
-
-
-def problems(wheel: Wheel, released: bool = True) -> list[str]:
-    """Everything that keeps a wheel from being handed to strangers, one text each; empty if it is fit."""
-    found = []
+    What holds for any wheel is checked by flash_kda.verify; here is what must be true of ours besides.
+    """
+    report = examine(wheel, DEVICE_CODE_LOCK)
+    found = report.faults
     size = wheel.path.stat().st_size
     if size > SIZE_LIMIT:
         found.append(f"size: {size} bytes, allowed are {SIZE_LIMIT}")
@@ -188,44 +167,32 @@ def problems(wheel: Wheel, released: bool = True) -> list[str]:
     for file, words in LICENSES.items():
         if words not in wheel.members.get(f"{wheel.info}/licenses/{file}", b""):
             found.append(f"licenses: {file} is not in the wheel")
-    tags = wheel.metadata("WHEEL").get("Tag", [])
-    for tag in tags:
+    for tag in sorted(wheel.tags):
         python, abi, platform = tag.split("-")
-        if abi != python or not re.fullmatch(r"cp3\d+t?", python):
+        if not re.fullmatch(r"cp3\d+", python) or abi not in (python, f"{python}t"):
             found.append(f"tag: {tag} is not for one CPython")
-        if released and not re.fullmatch(r"manylinux_2_(17|28)_\w+|manylinux2014_\w+", platform):
+        if not re.fullmatch(r"manylinux_2_(17|28)_\w+|manylinux2014_\w+", platform):
             found.append(f"tag: {platform} is not manylinux with glibc 2.17 or 2.28")
-    if len(wheel.modules) != 1 or not wheel.modules[0].startswith("flash_kda/_native."):
+    if len(wheel.modules) != 1 or not wheel.modules[0].startswith("flash_kda/_native.cpython-"):
         found.append(f"content: expected one module flash_kda/_native, found {wheel.modules}")
     for name in wheel.modules:
-        tagged = re.search(r"\.cpython-(\d+)", name)
-        if not tagged or any(not tag.startswith(f"cp{tagged[1]}-") for tag in tags):
-            found.append(f"tag: {name} is not of the Python in {tags}")
-        if not wheel.members[name].startswith(b"\x7fELF"):
-            found.append(f"content: {name} is not a shared library")
-            continue
-        foreign = [lib for lib in dynamic_strings(wheel.members[name], NEEDED) if not SYSTEM_LIBRARIES.fullmatch(lib)]
+        foreign = [library for library in needed(wheel.members[name]) if not SYSTEM_LIBRARIES.fullmatch(library)]
         if foreign:
             found.append(f"libraries: {name} needs {foreign}")
-        if dynamic_strings(wheel.members[name], RPATH) + dynamic_strings(wheel.members[name], RUNPATH):
-            found.append(f"libraries: {name} has a run path")
-        if released and b'"locked": true' not in wheel.members[name]:
-            found.append(f"device code: the cubins in {name} are not those of device-code.lock")
         local = LOCAL_PATH.search(wheel.members[name])
         if local:
             found.append(f"content: {name} holds the path {local[0].decode(errors='replace')}")
     for name in wheel.members:
         if not name.startswith(("flash_kda/", wheel.info)) or name.endswith((".pyc", ".cpp", ".o", ".cubin", ".ptx")):
             found.append(f"content: {name} does not belong into the wheel")
-    return found + record_problems(wheel)
-
-
-def record_problems(wheel: Wheel) -> list[str]:
-    """Members that RECORD does not list with their hash."""
-    rows = {row[0]: row[1] for row in csv.reader(io.StringIO(wheel.members[f"{wheel.info}/RECORD"].decode())) if row}
-    found = []
-    for name, data in wheel.members.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        if not name.endswith("/RECORD") and rows.get(name) != f"sha256={digest}":
-            found.append(f"RECORD: {name} is not listed with its hash")
+    if report.build and report.build["toolchain_lock"] != toolchain_digest():
+        found.append(f"build record: it is of another toolchain.lock, {report.build['toolchain_lock']}")
     return found
+
+
+def needed(module: bytes) -> list[str]:
+    """Libraries that a module opens; none if it is no module, which is a fault of its own."""
+    try:
+        return elf.Library(module).needed
+    except ValueError:
+        return []

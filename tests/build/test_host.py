@@ -98,7 +98,7 @@ def test_specific_cubins_come_before_those_of_a_family(tmp_path: Path) -> None:
     source = embed.write_embedded(cubins, {}, tmp_path).read_text(encoding="utf-8")
     rows = [line.split(",")[1].strip(' "') for line in source.splitlines() if line.startswith('    {"u"')]
     assert rows == ["90a", "120a", "120f"]
-    assert '{"u", "120f", 12, 0, 1,' in source
+    assert '{"u", "120f", 12, 0, 9,' in source
     assert str(tmp_path) not in source
 
 
@@ -112,8 +112,14 @@ def test_the_record_has_no_time_and_no_place(
     assert record["cubins"] == [cubins[0].record()]
     assert str(tmp_path) not in json.dumps(record)
     assert "commit" not in record
-    monkeypatch.setenv(settings.COMMIT, "abc123")
-    assert embed.build_record(plan("90a"), cubins, real_toolchain, "c")["commit"] == "abc123"
+    monkeypatch.setenv(settings.COMMIT, "0123abcd")
+    record = embed.build_record(plan("90a"), cubins, real_toolchain, "c")
+    assert (record["commit"], record["dirty"]) == ("0123abcd", False)
+    monkeypatch.setenv(settings.COMMIT, "0123abcd-dirty")
+    assert embed.build_record(plan("90a"), cubins, real_toolchain, "c")["dirty"] is True
+    monkeypatch.setenv(settings.COMMIT, "main")
+    with pytest.raises(BuildError, match="FLASH_KDA_COMMIT=main: expected a commit id in hex"):
+        embed.build_record(plan("90a"), cubins, real_toolchain, "c")
 
 
 def test_the_version_is_in_one_place() -> None:

@@ -173,6 +173,15 @@ def test_doctor_reference_only(
     assert "chunked reference against the fp64 recurrence: relative error" in text
 
 
+def test_doctor_names_the_kernel_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, driver=False)
+    assert "FLASH_KDA_KERNEL" not in run(capsys, "doctor")[1]
+    monkeypatch.setenv("FLASH_KDA_KERNEL", "portable-wide")
+    assert "FLASH_KDA_KERNEL=portable-wide is set" in run(capsys, "doctor")[1]
+
+
 def test_doctor_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(monkeypatch)
     monkeypatch.setattr(doctor, "_torch", lambda: {"version": "2.11.0+cpu", "cuda": None, "reason": ""})

@@ -6,12 +6,12 @@ import re
 import subprocess
 import sys
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Callable
 
 import pytest
 
+from flash_kda import elf
 from tools import host, locks, venvs, wheels
 from tools.errors import BuildError
 from tools.process import capture
@@ -85,22 +85,14 @@ def test_auditwheel_agrees_with_the_tag(wheel_path: Path, full_toolchain: Toolch
 
 
 def test_libraries(wheel: Wheel) -> None:
-    data = wheel.members[module_name(wheel)]
-    needed = host.dynamic_strings(data, host.NEEDED)
-    assert "libc.so.6" in needed, "the reader of dynamic entries found nothing"
-    assert [name for name in needed if re.search("cuda|cudart|torch|c10|nvrtc|stdc|c\\+\\+|python", name)] == []
-    assert host.dynamic_strings(data, host.RPATH) + host.dynamic_strings(data, host.RUNPATH) == []
+    library = elf.Library(wheel.members[module_name(wheel)])
+    assert "libc.so.6" in library.needed, "the reader of dynamic entries found nothing"
+    assert [name for name in library.needed if re.search("cuda|cudart|torch|c10|nvrtc|stdc|c\\+\\+|python", name)] == []
+    assert library.run_path == []
 
 
 def test_no_executable_stack(wheel: Wheel) -> None:
-    data = wheel.members[module_name(wheel)]
-
-    def number(offset: int, size: int) -> int:
-        return int.from_bytes(data[offset : offset + size], "little")
-
-    headers = [number(32, 8) + index * number(54, 2) for index in range(number(56, 2))]
-    stack = [number(header + 4, 4) for header in headers if number(header, 4) == 0x6474E551]  # PT_GNU_STACK, flags
-    assert stack == [6], "readable and writable, not executable"
+    assert not elf.Library(wheel.members[module_name(wheel)]).executable_stack
 
 
 SAY = """
@@ -152,8 +144,8 @@ def changed(name_ending: str, old: bytes, new: bytes) -> Callable[[Members], Mem
         (without(".dist-info/licenses/LICENSE"), "licenses: LICENSE is not in the wheel"),
         (changed("METADATA", b"Requires-Dist: torch>=2.4\n", b""), "metadata: Requires-Dist has no torch>=2.4"),
         (changed("METADATA", b"Requires-Python: >=3.9", b"Requires-Python: >=3.8"), "metadata: Requires-Python"),
-        (changed("/WHEEL", b"-manylinux", b"-linux"), "is not manylinux"),
-        (changed("/WHEEL", b"Tag: cp", b"Tag: cp9"), "is not of the Python in"),
+        (changed("/WHEEL", b"-manylinux", b"-linux"), "tag: the file's name says"),
+        (changed("/WHEEL", b"Tag: cp", b"Tag: cp9"), "tag: the file's name says"),
         (lambda members: {**members, "flash_kda/_native.abi3.so": b""}, "expected one module"),
         (lambda members: {**members, "flash_kda/_native.abi3.so": b""}, "_native.abi3.so is not a shared library"),
         (lambda members: {**members, "tools/__init__.py": b""}, "content: tools/__init__.py does not belong"),
@@ -161,7 +153,7 @@ def changed(name_ending: str, old: bytes, new: bytes) -> Callable[[Members], Mem
         (lambda members: {**members, "flash_kda/new.py": b""}, "RECORD: flash_kda/new.py is not listed"),
         (changed("flash_kda/__init__.py", b"import", b"import "), "RECORD: flash_kda/__init__.py"),
         (changed(".so", b"libpthread.so.0", b"libcudart.so.12"), "needs ['libcudart.so.12']"),
-        (changed(".so", b'"locked": true', b'"locked": none'), "not those of device-code.lock"),
+        (changed(".so", b'"locked": true', b'"locked": null'), "not that of device-code.lock"),
         (
             lambda m: {n: d + LOCAL if n.endswith(".so") else d for n, d in m.items()},
             f"holds the path {LOCAL.decode()}",
@@ -169,7 +161,7 @@ def changed(name_ending: str, old: bytes, new: bytes) -> Callable[[Members], Mem
     ],
 )
 def test_each_check_can_fail(wheel: Wheel, spoil: Callable[[Members], Members], says: str) -> None:
-    found = wheels.problems(replace(wheel, members=spoil(wheel.members)))
+    found = wheels.problems(wheel._replace(members=spoil(wheel.members)))
     assert [text for text in found if says in text], found
 
 
@@ -177,7 +169,7 @@ def test_a_large_wheel_is_refused(wheel: Wheel, tmp_path: Path) -> None:
     large = tmp_path / wheel.path.name
     with large.open("wb") as file:
         file.truncate(5_000_001)
-    assert any(text.startswith("size: 5000001") for text in wheels.problems(replace(wheel, path=large)))
+    assert any(text.startswith("size: 5000001") for text in wheels.problems(wheel._replace(path=large)))
 
 
 def test_normalising_hides_clock_umask_and_order(wheel_path: Path, tmp_path: Path) -> None:
@@ -207,3 +199,13 @@ def test_a_refused_wheel_leaves_the_one_before_it(full_toolchain: Toolchain, whe
         wheels.repair(raw, full_toolchain, output)
     assert [path.name for path in output.iterdir()] == [before.name]
     assert before.read_bytes() == b"the wheel of an earlier build"
+
+
+def test_an_unfit_wheel_takes_no_place(
+    full_toolchain: Toolchain, wheel_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheels, "SIZE_LIMIT", 1000)
+    raw = next((host.ROOT / "build" / "wheel").glob(f"{wheel_path.name.split('-manylinux')[0]}-linux_*.whl"))
+    with pytest.raises(BuildError, match=r"is not fit to be released: size: \d+ bytes, allowed are 1000"):
+        wheels.repair(raw, full_toolchain, tmp_path / "dist")
+    assert list((tmp_path / "dist").iterdir()) == []
