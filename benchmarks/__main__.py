@@ -24,6 +24,12 @@ REGIMES = ("strong", "weak")
 OTHER_STATES = (
     ("8192", 96), ("1300,547,2048,963,271,3063", 64), ("8x1024", 64), ("8192", 16), ("2048", 12), ("256x16", 32),
 )  # fmt: skip
+# One dimension at a time, for the first path alone.
+SCALING = {
+    "tokens": [(str(1024 << i), 16) for i in range(8)],
+    "heads": [("8192", H) for H in (4, 8, 16, 24, 32, 48, 64, 96)],
+    "sequences": [("1024" if N == 1 else f"{N}x1024", 16) for N in (1, 2, 4, 8, 16, 32, 64)],
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,17 +73,19 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def cases(shapes: list[str] | None, states: list[str] | None) -> Iterator[runner.Case]:
-    """What is run, the shapes that kernels are usually compared on first."""
+def cases(shapes: list[str] | None, states: list[str] | None, scaling: bool = True) -> Iterator[runner.Case]:
+    """What is run, the shapes that kernels are usually compared on first, and those of the scaling plots last."""
     known = [(row["seq_lens"], row["heads"]) for row in compare.load(compare.PEERS_FILE)["rows"]]
     wanted = known if shapes is None else [_shape(text) for text in shapes]
-    for state in ("fp32", "bf16", "none"):
-        if states is not None and state not in states:
-            continue
-        for seq_lens, heads in wanted:
-            if state == "fp32" or states is not None or (seq_lens, heads) in OTHER_STATES:
-                for regime in REGIMES:
-                    yield {"seq_lens": seq_lens, "heads": heads, "regime": regime, "state": state}
+    chosen = [(shape, "fp32") for shape in wanted]
+    for state in ("bf16", "none"):
+        chosen += [(shape, state) for shape in wanted if states is not None or shape in OTHER_STATES]
+    if shapes is None and scaling:
+        chosen += [(shape, "fp32") for series in SCALING.values() for shape in series if shape not in known]
+    for (seq_lens, heads), state in dict.fromkeys(chosen):
+        if states is None or state in states:
+            for regime in REGIMES:
+                yield {"seq_lens": seq_lens, "heads": heads, "regime": regime, "state": state}
 
 
 def _shape(text: str) -> tuple[str, int]:
@@ -99,7 +107,10 @@ def command_run(options: argparse.Namespace) -> int:
         earlier = compare.load(options.out)
     results = runner.Results(options.out, options.bandwidth, earlier)
     paths = list(dict.fromkeys([*options.paths, *options.peers]))
-    fine = runner.run(paths, cases(options.shapes, options.states), results, lambda text: print(text, flush=True))
+    fine = True
+    for i, path in enumerate(paths):
+        todo = cases(options.shapes, options.states, scaling=i == 0)
+        fine &= runner.run(path, todo, results, lambda text: print(text, flush=True))
     if not results.content["rows"]:
         print("nothing was measured", file=sys.stderr)
         return 1

@@ -102,37 +102,34 @@ def to_json(content: Mapping[str, Any]) -> str:
 
 
 def run(
-    paths: Sequence[str],
+    path: str,
     cases: Iterable[Case],
     results: Results,
     log: Callable[[str], None],
     worker: Sequence[str] = WORKER,
     case_seconds: float = CASE_SECONDS,
 ) -> bool:
-    """Measure every path on every case; whether all went well. A path that cannot run is said, and left out."""
+    """Measure a path on every case; whether all went well. That it cannot run at all is said, and in no row."""
     fine = True
-    cases = list(cases)
-    for path in paths:
-        todo = [{**case, "path": path, "floor_bandwidth": results.content["floor_bandwidth"]} for case in cases]
-        while todo:
-            with _Worker(path, worker, case_seconds) as process:
+    todo = [{**case, "path": path, "floor_bandwidth": results.content["floor_bandwidth"]} for case in cases]
+    while todo:
+        with _Worker(path, worker, case_seconds) as process:
+            try:
+                about = process.ask()["about"]
+            except WorkerLost as end:
+                log(f"{path}: cannot run: {end}")
+                return False
+            results.begin(path, about)
+            lost = False
+            while todo and not lost:
                 try:
-                    about = process.ask()["about"]
+                    answer = process.ask(todo[0])
                 except WorkerLost as end:
-                    log(f"{path}: cannot run: {end}")
-                    fine = False
-                    break
-                results.begin(path, about)
-                lost = False
-                while todo and not lost:
-                    try:
-                        answer = process.ask(todo[0])
-                    except WorkerLost as end:
-                        answer, lost = {"failure": str(end)}, True
-                    results.add(todo[0], answer)
-                    results.write()
-                    log(_describe(todo.pop(0), answer))
-                    fine &= "row" in answer
+                    answer, lost = {"failure": str(end)}, True
+                results.add(todo[0], answer)
+                results.write()
+                log(_describe(todo.pop(0), answer))
+                fine &= "row" in answer
     return fine
 
 

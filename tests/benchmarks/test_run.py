@@ -189,7 +189,8 @@ def fake_run(target: Path, heads: list[int], paths: tuple[str, ...] = ("sm90", "
     cases = [{"seq_lens": "8192", "heads": h, "regime": "weak", "state": "fp32"} for h in heads]
     results = runner.Results(target, 4.3e12, earlier)
     said: list[str] = []
-    fine = runner.run(paths, cases, results, said.append, (sys.executable, "-c", FAKE_WORKER), case_seconds=3)
+    fake = (sys.executable, "-c", FAKE_WORKER)
+    fine = all([runner.run(path, cases, results, said.append, fake, case_seconds=3) for path in paths])
     return fine, json.loads(target.read_text()), said
 
 
@@ -222,7 +223,7 @@ def test_a_path_that_cannot_run_is_said(tmp_path: Path) -> None:
     results = runner.Results(tmp_path / "x.json", 4.3e12)
     said: list[str] = []
     worker = (sys.executable, "-c", "import sys; sys.exit('no such GPU')")
-    assert not runner.run(["sm90"], [CASE], results, said.append, worker)
+    assert not runner.run("sm90", [CASE], results, said.append, worker)
     assert said == ["sm90: cannot run: the process ended: no such GPU"]
 
 
@@ -244,13 +245,19 @@ def test_adding_keeps_the_rest(tmp_path: Path) -> None:
         fake_run(tmp_path / "x.json", [3], ("sm90",), first)
 
 
-def test_cases_are_the_peers_shapes() -> None:
-    cases = list(command.cases(None, None))
+def test_cases_are_the_peers_shapes_and_the_scaling_ones() -> None:
+    cases = list(command.cases(None, None, scaling=False))
     shapes = {(case["seq_lens"], case["heads"]) for case in cases}
     assert len(shapes) == 29
     assert len([case for case in cases if case["state"] == "fp32"]) == 58
     assert {case["state"] for case in cases} == {"fp32", "bf16", "none"}
     assert shapes >= set(command.OTHER_STATES)
+    more = list(command.cases(None, None))
+    assert more[: len(cases)] == cases
+    assert len({tuple(case.items()) for case in more}) == len(more)
+    shapes = {(case["seq_lens"], case["heads"]) for case in more}
+    assert shapes >= {shape for series in command.SCALING.values() for shape in series}
+    assert all(bench.Shape(bench.parse_lengths(seq_lens), heads).seq_lens == seq_lens for seq_lens, heads in shapes)
     assert list(command.cases(["2 x 8:4"], ["none"])) == [
         {"seq_lens": "2x8", "heads": 4, "regime": regime, "state": "none"} for regime in ("strong", "weak")
     ]
