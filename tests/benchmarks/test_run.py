@@ -190,8 +190,8 @@ def fake_run(target: Path, heads: list[int], paths: tuple[str, ...] = ("sm90", "
     results = runner.Results(target, 4.3e12, earlier)
     said: list[str] = []
     fake = (sys.executable, "-c", FAKE_WORKER)
-    fine = all([runner.run(path, cases, results, said.append, fake, case_seconds=3) for path in paths])
-    return fine, json.loads(target.read_text()), said
+    fine = [runner.run(path, cases, results, said.append, fake, case_seconds=3) for path in paths]
+    return all(fine), json.loads(target.read_text()), said
 
 
 def test_a_run_is_kept(tmp_path: Path) -> None:
