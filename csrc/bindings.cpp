@@ -4,6 +4,8 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
+#include <tuple>
 
 #include "host/device.h"
 #include "host/embedded.h"
@@ -16,6 +18,11 @@ using namespace flash_kda;
 namespace {
 
 using Strides = std::array<long long, 3>;
+
+// As flash_kda/checks.py hands them over: addresses, dtypes and counts.
+using Slots = std::tuple<std::uintptr_t, bool, int>;                              // of int64 (or int32) [N], rows of the pools
+using Intermediate = std::tuple<std::uintptr_t, bool, int>;                       // of fp32 (or bf16) states, how many
+using Checkpoints = std::tuple<std::uintptr_t, bool, int, std::uintptr_t, bool>;  // of fp32 (or bf16) states, a sequence's; of int64 offsets
 
 TokenStrides token_strides(const Strides& strides) {
     return {strides[0], strides[1], strides[2]};
@@ -52,9 +59,16 @@ py::dict selection(int index) {
 
 void forward(int device, std::uintptr_t stream, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t g, std::uintptr_t beta,
              std::uintptr_t out, const Strides& q_strides, const Strides& k_strides, const Strides& v_strides, const Strides& g_strides,
-             const Strides& beta_strides, const Strides& out_strides, int B, int T, int H, int N, std::uintptr_t A_log, std::uintptr_t dt_bias,
-             std::uintptr_t initial_state, bool initial_is_fp32, std::uintptr_t final_state, bool final_is_fp32, std::uintptr_t cu_seqlens,
-             bool cu_is_int64, float scale, float lower_bound, std::uintptr_t workspace, std::size_t workspace_bytes) {
+             const Strides& beta_strides, const Strides& out_strides, int B, int T, int H, int HV, int N, std::uintptr_t A_log,
+             std::uintptr_t dt_bias, std::uintptr_t initial_state, bool initial_is_fp32, long long initial_row, std::uintptr_t final_state,
+             bool final_is_fp32, long long final_row, std::uintptr_t cu_seqlens, bool cu_is_int64, float scale, std::optional<float> lower_bound,
+             bool g_is_fp32, bool beta_is_fp32, bool normalise, bool gate, bool sigmoid, bool twice, bool v_first, bool whole,
+             const std::optional<Slots>& slots, const std::optional<Intermediate>& intermediate, const std::optional<Checkpoints>& checkpoints,
+             std::uintptr_t workspace, std::size_t workspace_bytes) {
+    const bool usual = H == HV && (initial_row == HV * 16384ll || initial_state == 0) && (final_row == HV * 16384ll || final_state == 0) && A_log &&
+                       dt_bias && lower_bound && !g_is_fp32 && !beta_is_fp32 && normalise && gate && sigmoid && !twice && v_first && !slots &&
+                       !intermediate && !checkpoints;
+    if (!usual) throw std::runtime_error("flash_kda: the kernels of this build take only the first thirteen arguments, in their usual form");
     ForwardCall call = {};
     call.q = {q, token_strides(q_strides)};
     call.k = {k, token_strides(k_strides)};
@@ -78,7 +92,8 @@ void forward(int device, std::uintptr_t stream, std::uintptr_t q, std::uintptr_t
     params.H = H;
     params.N = N;
     params.scale = scale;
-    params.lower_bound = lower_bound;
+    params.lower_bound = *lower_bound;
+    call.whole = whole;
     py::gil_scoped_release release;
     launch_forward(device, stream, call);
 }
@@ -98,8 +113,10 @@ PYBIND11_MODULE(_native, m) {
     m.def("workspace_size", &forward_workspace, "device"_a, "T"_a, "H"_a, "N"_a, "has_offsets"_a,
           "Bytes of workspace that forward needs for N sequences of at most T tokens. RuntimeError if no kernel fits the device.");
     m.def("forward", &forward, "device"_a, "stream"_a, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "out"_a, "q_strides"_a, "k_strides"_a, "v_strides"_a,
-          "g_strides"_a, "beta_strides"_a, "out_strides"_a, "B"_a, "T"_a, "H"_a, "N"_a, "A_log"_a, "dt_bias"_a, "initial_state"_a,
-          "initial_is_fp32"_a, "final_state"_a, "final_is_fp32"_a, "cu_seqlens"_a, "cu_is_int64"_a, "scale"_a, "lower_bound"_a, "workspace"_a,
-          "workspace_bytes"_a,
-          "Launches one call on `stream` of `device`. Pointers are integers, 0 = absent; strides are (batch, token, head) in elements.");
+          "g_strides"_a, "beta_strides"_a, "out_strides"_a, "B"_a, "T"_a, "H"_a, "HV"_a, "N"_a, "A_log"_a, "dt_bias"_a, "initial_state"_a,
+          "initial_is_fp32"_a, "initial_row"_a, "final_state"_a, "final_is_fp32"_a, "final_row"_a, "cu_seqlens"_a, "cu_is_int64"_a, "scale"_a,
+          "lower_bound"_a, "g_is_fp32"_a, "beta_is_fp32"_a, "normalise"_a, "gate"_a, "sigmoid"_a, "twice"_a, "v_first"_a, "whole"_a, "slots"_a,
+          "intermediate"_a, "checkpoints"_a, "workspace"_a, "workspace_bytes"_a,
+          "Launches one call on `stream` of `device`. Pointers are integers, 0 = absent; strides are (batch, token, head) and rows of states, in "
+          "elements.");
 }

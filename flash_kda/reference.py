@@ -8,7 +8,10 @@ Per head, with a state ``S`` of shape ``[V, K]``, for each token ``t``::
     S   = S + u_t k_t^T
     o_t = scale * S q_t
 
-``q`` and ``k`` are L2-normalised first: ``x * rsqrt(sum(x^2) + 1e-6)``.
+``q`` and ``k`` are L2-normalised first: ``x * rsqrt(sum(x^2) + 1e-6)``. Options change single lines of this: without a lower
+bound the gate is ``a_t = exp(-exp(A_log) * softplus(g_t + dt_bias))``, without a gate ``a_t = exp(min(g_t, 0))``; ``q`` and ``k`` can
+be taken as they are, and so can ``beta``, which can also be doubled (then ``I - beta k k^T`` has negative eigenvalues). With more
+value heads than query heads, consecutive ones share a query and a key.
 
 ``recurrent`` is this recurrence, token by token. ``chunked`` computes the same function 16 tokens at a time (the UT form):
 with ``A_t`` the product of the decays from the start of the chunk through ``t``::
@@ -26,6 +29,7 @@ Both run in fp64 unless told otherwise, take any strides, any head dimensions an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -33,9 +37,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "chunked", "recurrent"]
+__all__ = ["CHUNK", "SNAPSHOT_TOKENS", "chunked", "recurrent"]
 
 CHUNK = 16
+SNAPSHOT_TOKENS = 64  # between two intermediate states
 NORM_EPS = 1e-6
 
 # Elements of one prepared [sequences, heads, tokens, K] tensor. A dozen of this size live at once.
@@ -49,37 +54,46 @@ def recurrent(
     g: Tensor,
     beta: Tensor,
     scale: float,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     *,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Token-by-token recurrence: the definition that everything else is measured against.
 
     Args:
         q, k: ``[B, T, H, K]``, raw; normalised inside.
-        v: ``[B, T, H, V]``.
-        g: ``[B, T, H, K]``, raw gate.
-        beta: ``[B, T, H]``, logits; the sigmoid is applied inside.
+        v: ``[B, T, HV, V]``, where HV is a multiple of H: value head ``h`` uses query and key head ``h // (HV // H)``.
+        g: ``[B, T, HV, K]``, raw gate.
+        beta: ``[B, T, HV]``, logits; the sigmoid is applied inside.
         scale: factor on the output.
-        A_log: ``[H]``.
-        dt_bias: ``[H, K]`` or ``[H * K]``.
-        lower_bound: log-decay per token of a fully open gate, negative.
-        initial_state: ``[N, H, V, K]``; zero if None. Not modified.
+        A_log: ``[HV]``; None: the factor ``exp(A_log)`` is 1.
+        dt_bias: ``[HV, K]`` or ``[HV * K]``; None: zero.
+        lower_bound: log-decay per token of a fully open gate, negative; None: the unbounded (softplus) gate.
+        initial_state: ``[N, HV, V, K]``; zero if None. Not modified.
         cu_seqlens: ``[N + 1]`` offsets of N sequences laid end to end (needs ``B == 1``); None: N = B sequences of length T.
             Offsets are clamped into [0, T], and a sequence that ends before it begins is empty. Read on the host.
+        use_qk_l2norm_in_kernel: False: q and k are taken as they are.
+        use_gate_in_kernel: False: g is the natural-log decay (positive values count as 0); A_log, dt_bias and lower_bound are None.
+        use_beta_sigmoid_in_kernel: False: beta is taken as it is.
+        allow_neg_eigval: True: beta, activated or taken, is doubled.
         dtype: of the arithmetic and of both results.
 
     Returns:
-        ``out [B, T, H, V]``, zero in rows that belong to no sequence, and ``final_state [N, H, V, K]``.
+        ``out [B, T, HV, V]``, zero in rows that belong to no sequence, and ``final_state [N, HV, V, K]``.
 
     Raises:
-        ValueError: if shapes do not agree.
+        ValueError: if shapes do not agree, or without a gate there are its parameters.
     """
-    inputs = _Inputs(q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+    options = Options(use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    inputs = _Inputs(q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, options)
     out = torch.zeros(v.shape, dtype=dtype, device=v.device)
     return out, _run(_recurrent_block, inputs, out, dtype)
 
@@ -91,48 +105,109 @@ def chunked(
     g: Tensor,
     beta: Tensor,
     scale: float,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     *,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """The same function in chunks of 16 tokens: equal to ``recurrent`` up to rounding, and about ten times faster.
 
     Arguments, results and errors are those of ``recurrent``.
     """
-    inputs = _Inputs(q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+    options = Options(use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    inputs = _Inputs(q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, options)
     out = torch.zeros(v.shape, dtype=dtype, device=v.device)
     return out, _run(_chunked_block, inputs, out, dtype)
 
 
+class Options(NamedTuple):
+    """What ``fwd`` calls by the same names."""
+
+    use_qk_l2norm_in_kernel: bool = True
+    use_gate_in_kernel: bool = True
+    use_beta_sigmoid_in_kernel: bool = True
+    allow_neg_eigval: bool = False
+
+
+class States(NamedTuple):
+    """The states of one call as ``fwd`` takes them, read and written."""
+
+    initial: Tensor | None
+    final: Tensor | None
+    v_first: bool = True  # else [..., K, V]
+    indices: Tensor | None = None  # row of initial and final for each sequence
+    intermediate: Tensor | None = None
+    checkpoint: Tensor | None = None
+    checkpoint_offsets: Tensor | None = None
+
+
 def write_chunked(
     out: Tensor,
-    final_state: Tensor | None,
+    states: States,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
     scale: float,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float,
-    initial_state: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
     cu_seqlens: Tensor | None,
+    options: Options,
 ) -> None:
     """``chunked`` in fp32, written in place as the kernel does.
 
-    Rows of ``out`` that belong to no sequence stay untouched. ``final_state`` may be ``initial_state``.
+    Rows of ``out`` that belong to no sequence stay untouched. ``states.final`` may be ``states.initial``.
     """
-    inputs = _Inputs(q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+    inputs = _Inputs(q, k, v, g, beta, scale, A_log, dt_bias, lower_bound, None, cu_seqlens, options)
     # As the kernel, it writes into tensors made in inference mode too, and hands on no derivative of any kind.
     with torch.inference_mode():
-        state = _run(_chunked_block, inputs, out, torch.float32)
-        if final_state is not None:
-            final_state.copy_(state)
+        inputs = inputs._replace(initial_state=_gather(states))
+        final = _run(_chunked_block, inputs, out, torch.float32, _Saver(states, inputs))
+        _scatter(states, final)
+
+
+def _oriented(tensor: Tensor, v_first: bool) -> Tensor:
+    return tensor if v_first else tensor.transpose(-1, -2)
+
+
+def _rows(pool: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences that have a row of the pool, and these rows."""
+    row = indices.long()
+    sequences = ((row >= 0) & (row < pool.shape[0])).nonzero().squeeze(1)
+    return sequences, row[sequences]
+
+
+def _gather(states: States) -> Tensor | None:
+    """The initial states ``[N, HV, V, K]``."""
+    if states.initial is None:
+        return None
+    pool = _oriented(states.initial, states.v_first)
+    if states.indices is None:
+        return pool
+    sequences, rows = _rows(pool, states.indices)
+    gathered = torch.zeros(len(states.indices), *pool.shape[1:], dtype=pool.dtype, device=pool.device)
+    gathered[sequences] = pool[rows]
+    return gathered
+
+
+def _scatter(states: States, final: Tensor) -> None:
+    if states.final is None:
+        return
+    pool = _oriented(states.final, states.v_first)
+    if states.indices is None:
+        pool.copy_(final)
+    else:
+        sequences, rows = _rows(pool, states.indices)
+        pool[rows] = final[sequences].to(pool.dtype)
 
 
 class _Inputs(NamedTuple):
@@ -142,11 +217,46 @@ class _Inputs(NamedTuple):
     g: Tensor
     beta: Tensor
     scale: float
-    A_log: Tensor
-    dt_bias: Tensor
-    lower_bound: float
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    lower_bound: float | None
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
+    options: Options
+
+
+class _Saver:
+    """Writes the states on the way: before each 64th token, and where a checkpoint is wanted."""
+
+    def __init__(self, states: States, x: _Inputs) -> None:
+        lengths = [length for _, _, length in _sequences(x)]
+        self.intermediate = self.checkpoint = None
+        self.step = 0  # tokens between two visits; 0: none
+        if states.intermediate is not None:
+            self.step = SNAPSHOT_TOKENS
+            self.intermediate = _oriented(states.intermediate, states.v_first)
+            counts = [-(-length // SNAPSHOT_TOKENS) for length in lengths]
+            self.first = [sum(counts[:n]) for n in range(len(counts))]
+        if states.checkpoint is not None and states.checkpoint_offsets is not None:
+            self.step = CHUNK
+            self.checkpoint = _oriented(states.checkpoint, states.v_first)
+            offsets = states.checkpoint_offsets
+            if offsets.dim() == 1:
+                self.checkpoint, offsets = self.checkpoint.unsqueeze(1), offsets.unsqueeze(1)
+            self.offsets = offsets.tolist()
+        self.lengths = lengths
+
+    def visit(self, order: list[int], done: int, state: Tensor) -> None:
+        """After ``done`` tokens of each of the sequences of ``order``, whose states are the rows of ``state``."""
+        for i, n in enumerate(order):
+            if self.intermediate is not None and done % SNAPSHOT_TOKENS == 0 and done < self.lengths[n]:
+                row = self.first[n] + done // SNAPSHOT_TOKENS
+                if row < self.intermediate.shape[0]:
+                    self.intermediate[row] = state[i].to(self.intermediate.dtype)
+            if self.checkpoint is not None and 0 < done <= self.lengths[n]:
+                for j, offset in enumerate(self.offsets[n]):
+                    if offset == done:
+                        self.checkpoint[n, j] = state[i].to(self.checkpoint.dtype)
 
 
 class _Block(NamedTuple):
@@ -155,14 +265,20 @@ class _Block(NamedTuple):
     batch: Tensor  # [n, 1] int64
     token: Tensor  # [n, L] int64
     valid: Tensor  # [n, L] bool
-    q: Tensor  # [n, H, L, K] normalised, times scale
-    k: Tensor  # [n, H, L, K] normalised; zero where not valid
-    v: Tensor  # [n, H, L, V]
-    log_decay: Tensor  # [n, H, L, K]; zero where not valid
-    beta: Tensor  # [n, H, L] in (0, 1); zero where not valid
+    q: Tensor  # [n, HV, L, K] normalised, times scale
+    k: Tensor  # [n, HV, L, K] normalised; zero where not valid
+    v: Tensor  # [n, HV, L, V]
+    log_decay: Tensor  # [n, HV, L, K]; zero where not valid
+    beta: Tensor  # [n, HV, L] activated; zero where not valid
 
 
-def _run(block_fn: Callable[[_Block, Tensor], Tensor], x: _Inputs, out: Tensor, dtype: torch.dtype) -> Tensor:
+def _run(
+    block_fn: Callable[[_Block, Tensor], Tensor],
+    x: _Inputs,
+    out: Tensor,
+    dtype: torch.dtype,
+    saver: _Saver | None = None,
+) -> Tensor:
     """Write ``out`` in place, in its own dtype; return the final states."""
     _check_shapes(x)
     device = x.q.device
@@ -172,13 +288,20 @@ def _run(block_fn: Callable[[_Block, Tensor], Tensor], x: _Inputs, out: Tensor, 
     rows = torch.tensor(order, dtype=torch.int64, device=device)
     with torch.no_grad(), _no_autocast(device):
         if x.initial_state is None:
-            state = torch.zeros(len(order), x.q.shape[2], x.v.shape[3], x.q.shape[3], dtype=dtype, device=device)
+            state = torch.zeros(len(order), x.v.shape[2], x.v.shape[3], x.q.shape[3], dtype=dtype, device=device)
         else:
             state = x.initial_state[rows].to(dtype)
-        for block in _blocks(x, [sequences[i] for i in order], dtype):
-            result = block_fn(block, state[: len(block.token)])  # updates these states in place
+        done, step = 0, saver.step if saver else 0
+        if saver and step:
+            saver.visit(order, 0, state)
+        for block in _blocks(x, [sequences[i] for i in order], dtype, step):
+            active = len(block.token)
+            result = block_fn(block, state[:active])  # updates these states in place
             batch = block.batch.expand_as(block.token)[block.valid]
             out[batch, block.token[block.valid]] = result.transpose(1, 2)[block.valid].to(out.dtype)
+            done += block.token.shape[1]
+            if saver and step:
+                saver.visit(order[:active], done, state)
         final = torch.empty_like(state)
         final[rows] = state
     return final
@@ -196,23 +319,27 @@ def _check_shapes(x: _Inputs) -> None:
     if x.q.dim() != 4:
         raise ValueError(f"q must be [B, T, H, K], got {list(x.q.shape)}")
     B, T, H, K = x.q.shape
-    if x.v.dim() != 4 or x.v.shape[:3] != x.q.shape[:3]:
-        raise ValueError(f"v must be [B, T, H, V] with [B, T, H] = {[B, T, H]} as in q, got {list(x.v.shape)}")
-    V = x.v.shape[3]
-    expected = {"k": [B, T, H, K], "g": [B, T, H, K], "beta": [B, T, H], "A_log": [H]}
+    if x.v.dim() != 4 or x.v.shape[:2] != x.q.shape[:2]:
+        raise ValueError(f"v must be [B, T, HV, V] with [B, T] = {[B, T]} as in q, got {list(x.v.shape)}")
+    HV, V = x.v.shape[2:]
+    if (HV % H if H else HV) or (H and not HV):
+        raise ValueError(f"v must have a multiple of q's {H} heads, got {list(x.v.shape)}")
+    if not x.options.use_gate_in_kernel and not (x.A_log is None and x.dt_bias is None and x.lower_bound is None):
+        raise ValueError("A_log, dt_bias and lower_bound must be None with use_gate_in_kernel=False")
+    expected = {"k": [B, T, H, K], "g": [B, T, HV, K], "beta": [B, T, HV], "A_log": [HV]}
     for name, shape in expected.items():
-        got = list(getattr(x, name).shape)
-        if got != shape:
-            raise ValueError(f"{name} must be {shape} to fit q, got {got}")
-    if list(x.dt_bias.shape) not in ([H, K], [H * K]):
-        raise ValueError(f"dt_bias must be {[H, K]} or {[H * K]} to fit q, got {list(x.dt_bias.shape)}")
+        tensor = getattr(x, name)
+        if tensor is not None and list(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {shape} to fit q and v, got {list(tensor.shape)}")
+    if x.dt_bias is not None and list(x.dt_bias.shape) not in ([HV, K], [HV * K]):
+        raise ValueError(f"dt_bias must be {[HV, K]} or {[HV * K]} to fit v, got {list(x.dt_bias.shape)}")
     N = B
     if x.cu_seqlens is not None:
         if B != 1 or x.cu_seqlens.dim() != 1 or x.cu_seqlens.numel() < 1:
             raise ValueError(f"cu_seqlens must be [N + 1] with B == 1, got {list(x.cu_seqlens.shape)} with B == {B}")
         N = x.cu_seqlens.numel() - 1
-    if x.initial_state is not None and list(x.initial_state.shape) != [N, H, V, K]:
-        raise ValueError(f"initial_state must be {[N, H, V, K]}, got {list(x.initial_state.shape)}")
+    if x.initial_state is not None and list(x.initial_state.shape) != [N, HV, V, K]:
+        raise ValueError(f"initial_state must be {[N, HV, V, K]}, got {list(x.initial_state.shape)}")
 
 
 def _sequences(x: _Inputs) -> list[tuple[int, int, int]]:
@@ -224,13 +351,14 @@ def _sequences(x: _Inputs) -> list[tuple[int, int, int]]:
     return [(0, begin, max(end - begin, 0)) for begin, end in zip(offsets[:-1], offsets[1:])]
 
 
-def _blocks(x: _Inputs, sequences: list[tuple[int, int, int]], dtype: torch.dtype) -> Iterator[_Block]:
-    """The tokens of ``sequences`` (longest first) in blocks of whole chunks."""
-    device, heads, K = x.q.device, x.q.shape[2], x.q.shape[3]
+def _blocks(
+    x: _Inputs, sequences: list[tuple[int, int, int]], dtype: torch.dtype, at_most: int = 0
+) -> Iterator[_Block]:
+    """The tokens of ``sequences`` (longest first) in blocks of whole chunks, of ``at_most`` tokens each if that is not 0."""
+    device, heads, K = x.q.device, x.v.shape[2], x.q.shape[3]
     if heads == 0:
         return
-    rate = torch.exp(x.A_log.to(dtype)).clamp(max=torch.finfo(dtype).max).view(1, heads, 1, 1)
-    bias = x.dt_bias.to(dtype).view(1, heads, 1, K)
+    group = heads // x.q.shape[2]
     limit = _BLOCK_ELEMENTS.get(device.type, _BLOCK_ELEMENTS["cpu"])
 
     done = 0
@@ -238,7 +366,7 @@ def _blocks(x: _Inputs, sequences: list[tuple[int, int, int]], dtype: torch.dtyp
     while done < longest:
         active = [s for s in sequences if s[2] > done]
         tokens = max(limit // (len(active) * heads * K) // CHUNK, 1) * CHUNK
-        tokens = min(tokens, -(-(longest - done) // CHUNK) * CHUNK)
+        tokens = min(at_most or tokens, -(-(longest - done) // CHUNK) * CHUNK)
         batch, begin, length = (
             torch.tensor(column, dtype=torch.int64, device=device).unsqueeze(1) for column in zip(*active)
         )
@@ -248,18 +376,40 @@ def _blocks(x: _Inputs, sequences: list[tuple[int, int, int]], dtype: torch.dtyp
 
         # [n, L, H, ...] -> [n, H, L, ...]: an advanced index copies only what it names, whatever the strides.
         qb, kb, vb, gb, bb = (tensor[batch, token].to(dtype).transpose(1, 2) for tensor in (x.q, x.k, x.v, x.g, x.beta))
+        if x.options.use_qk_l2norm_in_kernel:
+            qb, kb = _normalise(qb), _normalise(kb)
+        beta = torch.sigmoid(bb) if x.options.use_beta_sigmoid_in_kernel else bb
+        if x.options.allow_neg_eigval:
+            beta = 2 * beta
         padding = ~valid.unsqueeze(1)  # [n, 1, L]
         yield _Block(
             batch=batch,
             token=token,
             valid=valid,
-            q=x.scale * _normalise(qb),
-            k=_normalise(kb).masked_fill(padding.unsqueeze(-1), 0),
+            q=(x.scale * qb).repeat_interleave(group, 1),
+            k=kb.masked_fill(padding.unsqueeze(-1), 0).repeat_interleave(group, 1),
             v=vb,
-            log_decay=(x.lower_bound * torch.sigmoid(rate * (gb + bias))).masked_fill(padding.unsqueeze(-1), 0),
-            beta=torch.sigmoid(bb).masked_fill(padding, 0),
+            log_decay=_log_decay(x, gb).masked_fill(padding.unsqueeze(-1), 0),
+            beta=beta.masked_fill(padding, 0),
         )
         done += tokens
+
+
+def _log_decay(x: _Inputs, g: Tensor) -> Tensor:
+    """Natural-log decay of each token ``[n, HV, L, K]``, at most 0; of g in the same shape."""
+    info = torch.finfo(g.dtype)
+    if x.options.use_gate_in_kernel:
+        heads, K = g.shape[1], g.shape[3]
+        rate = torch.ones(heads, dtype=g.dtype, device=g.device) if x.A_log is None else torch.exp(x.A_log.to(g.dtype))
+        rate = rate.clamp(max=info.max).view(1, heads, 1, 1)
+        if x.dt_bias is not None:
+            g = g + x.dt_bias.to(g.dtype).view(1, heads, 1, K)
+        if x.lower_bound is not None:
+            return x.lower_bound * torch.sigmoid(rate * g)
+        # logaddexp(g, 0) is softplus without the shortcut that torch's own takes for large g.
+        g = -rate * torch.logaddexp(g, torch.zeros_like(g))
+    # A decay below the smallest number is zero; a sum with one far below would cost the other tokens their digits.
+    return g.clamp(min=math.log(info.tiny * info.eps) - 1, max=0.0)
 
 
 def _normalise(x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
                      "launching the kernel");
     };
 
-    const Plan plan = plan_segments(loaded.sm_count, params.T, params.H, params.N, params.cu_seqlens != nullptr);
+    const Plan plan = call.whole ? Plan{} : plan_segments(loaded.sm_count, params.T, params.H, params.N, params.cu_seqlens != nullptr);
     if (plan.segments == 1) {
         launch(Pass::kWhole, items);
         return;

@@ -16,6 +16,7 @@ struct StridedTensor {
 struct ForwardCall {
     StridedTensor q, k, v, g, beta, out;
     int B;
+    bool whole;                // no sequence may be cut into segments
     std::uintptr_t workspace;  // device pointer, 16-byte aligned
     std::size_t workspace_bytes;
     // The parameters as the kernel takes them; beta, out and their strides are filled in by the launch,

@@ -30,6 +30,8 @@ def on_fake_gpu(tensor: Any) -> Any:
 
 
 def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1
     memory = (ctypes.c_char * (reach * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
@@ -100,35 +102,56 @@ class FakeNative:
         device: int, stream: int,
         q: int, k: int, v: int, g: int, beta: int, out: int,
         q_strides: Any, k_strides: Any, v_strides: Any, g_strides: Any, beta_strides: Any, out_strides: Any,
-        B: int, T: int, H: int, N: int,
-        A_log: int, dt_bias: int, initial_state: int, initial_is_fp32: bool, final_state: int, final_is_fp32: bool,
-        cu_seqlens: int, cu_is_int64: bool, scale: float, lower_bound: float,
+        B: int, T: int, H: int, HV: int, N: int, A_log: int, dt_bias: int,
+        initial_state: int, initial_is_fp32: bool, initial_row: int, final_state: int, final_is_fp32: bool, final_row: int,
+        cu_seqlens: int, cu_is_int64: bool, scale: float, lower_bound: float | None, g_is_fp32: bool, beta_is_fp32: bool,
+        normalise: bool, gate: bool, sigmoid: bool, double: bool, v_first: bool, whole: bool,
+        slots: Any, intermediate: Any, checkpoint: Any,
         workspace: int, workspace_bytes: int,
     ) -> None:  # fmt: skip
-        assert workspace_bytes == self.workspace_bytes
+        if whole:
+            assert workspace_bytes == 0
+        else:
+            assert workspace_bytes == self.workspace_bytes
+            assert self.asked == (device, T, HV, N, cu_seqlens != 0)
         assert (workspace != 0) == (workspace_bytes > 0)
         self.workspaces.append(workspace)
-        assert self.asked == (device, T, H, N, cu_seqlens != 0)
         for strides in (q_strides, k_strides, v_strides, g_strides, beta_strides, out_strides):
             assert type(strides) is tuple
             assert len(strides) == 3
         assert type(scale) is float
-        assert type(lower_bound) is float
+        assert lower_bound is None or type(lower_bound) is float
         self.calls.append((device, stream))
-        rows = (B, T, H, 128)
 
-        def row_tensor(address: int, strides: tuple[int, ...]) -> torch.Tensor:
-            return at(address, rows, (*strides, 1), torch.bfloat16)
+        def rows(address: int, heads: int, strides: tuple[int, ...], fp32: bool = False) -> torch.Tensor:
+            return at(address, (B, T, heads, 128), (*strides, 1), torch.float32 if fp32 else torch.bfloat16)
 
-        def state(address: int, is_fp32: bool) -> torch.Tensor | None:
-            shape = (N, H, 128, 128)
-            return at(address, shape, dense(shape), torch.float32 if is_fp32 else torch.bfloat16) if address else None
+        def states(address: int, shape: tuple[int, ...], fp32: bool, row: int | None = None) -> torch.Tensor | None:
+            steps = dense(shape) if row is None else (row, *dense(shape[1:]))
+            return at(address, shape, steps, torch.float32 if fp32 else torch.bfloat16) if address else None
 
-        offsets = at(cu_seqlens, (N + 1,), (1,), torch.int64 if cu_is_int64 else torch.int32) if cu_seqlens else None
+        def integers(address: int, shape: tuple[int, ...], int64: bool) -> torch.Tensor:
+            return at(address, shape, dense(shape), torch.int64 if int64 else torch.int32)
+
+        one = (HV, 128, 128)
+        count = slots[2] if slots else N
+        marks = () if checkpoint is None or checkpoint[2] == 1 else (checkpoint[2],)
         reference.write_chunked(
-            row_tensor(out, out_strides), state(final_state, final_is_fp32),
-            row_tensor(q, q_strides), row_tensor(k, k_strides), row_tensor(v, v_strides), row_tensor(g, g_strides),
-            at(beta, (B, T, H), beta_strides, torch.bfloat16),
-            scale, at(A_log, (H,), (1,), torch.float32), at(dt_bias, (H, 128), (128, 1), torch.float32), lower_bound,
-            state(initial_state, initial_is_fp32), offsets,
+            rows(out, HV, out_strides),
+            reference.States(
+                states(initial_state, (count, *one), initial_is_fp32, initial_row),
+                states(final_state, (count, *one), final_is_fp32, final_row),
+                v_first,
+                integers(slots[0], (N,), slots[1]) if slots else None,
+                states(intermediate[0], (intermediate[2], *one), intermediate[1]) if intermediate else None,
+                states(checkpoint[0], (N, *marks, *one), checkpoint[1]) if checkpoint else None,
+                integers(checkpoint[3], (N, *marks), checkpoint[4]) if checkpoint else None,
+            ),
+            rows(q, H, q_strides), rows(k, H, k_strides), rows(v, HV, v_strides), rows(g, HV, g_strides, g_is_fp32),
+            at(beta, (B, T, HV), beta_strides, torch.float32 if beta_is_fp32 else torch.bfloat16), scale,
+            at(A_log, (HV,), (1,), torch.float32) if A_log else None,
+            at(dt_bias, (HV, 128), (128, 1), torch.float32) if dt_bias else None,
+            lower_bound,
+            integers(cu_seqlens, (N + 1,), cu_is_int64) if cu_seqlens else None,
+            reference.Options(normalise, gate, sigmoid, double),
         )  # fmt: skip

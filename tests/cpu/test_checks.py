@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "final_state": torch.full((2, H, K, K), 7.0),
         "cu_seqlens": torch.tensor([0, 5, T]),
     }
-    assert changes.keys() <= call.keys()
+    assert changes.keys() <= inspect.signature(flash_kda.fwd).parameters.keys()
     return {**call, **changes}
 
 
@@ -85,17 +86,17 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], list[str
     "v is numpy": (lambda: {"v": np.zeros((B, T, H, K))}, TypeError, ["v: expected a torch.Tensor", "ndarray"]),
     "g is None": (lambda: {"g": None}, TypeError, ["g: expected"]),
     "beta is a float": (lambda: {"beta": 0.5}, TypeError, ["beta: expected a torch.Tensor, got float"]),
-    "A_log is None": (lambda: {"A_log": None}, TypeError, ["A_log: expected", "torch.zeros"]),
-    "dt_bias is None": (lambda: {"dt_bias": None}, TypeError, ["dt_bias: expected", "torch.zeros"]),
+    "A_log is a float": (lambda: {"A_log": 1.0}, TypeError, ["A_log: expected a torch.Tensor or None, got float"]),
+    "dt_bias is a list": (lambda: {"dt_bias": [0.0]}, TypeError, ["dt_bias: expected a torch.Tensor or None, got list"]),
     "out is True": (lambda: {"out": True}, TypeError, ["out: expected a torch.Tensor or None, got bool"]),
-    "final_state is True": (lambda: {"final_state": True}, TypeError, ["final_state", "in place", "[N, H, V, K]"]),
+    "final_state is True": (lambda: {"final_state": True}, TypeError, ["final_state", "in place", "[N, HV, V, K]"]),
     "initial_state is 0": (lambda: {"initial_state": 0}, TypeError, ["initial_state: expected a torch.Tensor or None"]),
     "cu_seqlens is a list": (lambda: {"cu_seqlens": [0, 5, 12]}, TypeError, ["cu_seqlens", "torch.tensor(cu_seqlens"]),
     "scale is None": (lambda: {"scale": None}, TypeError, ["scale: expected a Python number", "128 ** -0.5"]),
     "scale is a tensor": (lambda: {"scale": torch.tensor(1.0)}, TypeError, ["scale", "float(scale)"]),
     "scale is text": (lambda: {"scale": "1"}, TypeError, ["scale", "got str"]),
     "scale is True": (lambda: {"scale": True}, TypeError, ["scale", "got bool"]),
-    "lower_bound is None": (lambda: {"lower_bound": None}, TypeError, ["lower_bound", "unbounded (softplus) gate"]),
+    "lower_bound is text": (lambda: {"lower_bound": "-5"}, TypeError, ["lower_bound", "got str"]),
     "lower_bound is a tensor": (lambda: {"lower_bound": torch.tensor(-5.0)}, TypeError, ["float(lower_bound)"]),
     # ranges
     "scale is infinite": (lambda: {"scale": float("inf")}, ValueError, ["scale", "finite in fp32", "inf"]),
@@ -124,17 +125,36 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], list[str
         lambda: {**heads_first(), "beta": bf16(B, T, H)}, ValueError, ["beta", "q looks like [B, H, T, D]", "3 heads"],
     ),
     "k is shorter": (lambda: {"k": bf16(B, T - 1, H, K)}, ValueError, ["k: expected the shape of q", "[1, 11, 3, 128]"]),
-    "more value heads": (lambda: {"v": bf16(B, T, 2 * H, K)}, ValueError, ["v: ", "value heads", "repeat"]),
+    "no multiple of the heads": (lambda: {"v": bf16(B, T, H + 1, K)}, ValueError, ["v: ", "a multiple of q's 3 heads", "[1, 12, 4, 128]"]),
+    "fewer value heads": (lambda: {"v": bf16(B, T, 1, K)}, ValueError, ["v: ", "a multiple of q's 3 heads"]),
+    "no value heads": (lambda: {"v": bf16(B, T, 0, K)}, ValueError, ["v: ", "a multiple of q's 3 heads"]),
+    "more value heads than gates": (
+        lambda: {"v": bf16(B, T, 2 * H, K)}, ValueError, ["g: expected the shape of v", "[1, 12, 6, 128]", "[1, 12, 3, 128]"],
+    ),
+    "more key heads": (lambda: {"k": bf16(B, T, 2 * H, K)}, ValueError, ["k: ", "Only value heads may be more"]),
+    "grouped, one beta a query head": (
+        lambda: {**{n: bf16(B, T, 2 * H, K) for n in ("v", "g", "out")}}, ValueError, ["beta", "[1, 12, 6]", "per value head"],
+    ),
+    "grouped, one A_log a query head": (
+        lambda: {**{n: bf16(B, T, 2 * H, K) for n in ("v", "g", "out")}, "beta": bf16(B, T, 2 * H)}, ValueError,
+        ["A_log: expected [HV] = [6]", "per value head"],
+    ),
+    "grouped, one state a query head": (
+        lambda: {
+            **{n: bf16(B, T, 2 * H, K) for n in ("v", "g", "out")}, "beta": bf16(B, T, 2 * H), "A_log": None, "dt_bias": None,
+        },
+        ValueError, ["initial_state", "[2, 6, 128, 128]", "per value head"],
+    ),
     "value dimension 256": (lambda: {"v": bf16(B, T, H, 256)}, ValueError, ["v: ", "Only head dimension 128"]),
     "gate per head": (lambda: {"g": bf16(B, T, H)}, ValueError, ["g: ", "per channel"]),
     "v is [B, T, H * D]": (lambda: {"v": bf16(B, T, H * K)}, ValueError, ["v: ", "v.view(1, 12, 3, 128)"]),
-    "out is shorter": (lambda: {"out": bf16(B, T - 1, H, K)}, ValueError, ["out: expected the shape of q"]),
-    "beta is [B, H, T]": (lambda: {"beta": bf16(B, H, T)}, ValueError, ["beta: expected [B, T, H]", "beta.transpose(1, 2)"]),
+    "out is shorter": (lambda: {"out": bf16(B, T - 1, H, K)}, ValueError, ["out: expected the shape of v"]),
+    "beta is [B, H, T]": (lambda: {"beta": bf16(B, H, T)}, ValueError, ["beta: expected [B, T, HV]", "beta.transpose(1, 2)"]),
     "beta is [B, T, H, 1]": (lambda: {"beta": bf16(B, T, H, 1)}, ValueError, ["[1, 12, 3, 1]", "beta.squeeze(-1)"]),
     "beta per channel": (lambda: {"beta": bf16(B, T, H, K)}, ValueError, ["beta", "not one per channel"]),
-    "beta is [T, H]": (lambda: {"beta": bf16(T, H)}, ValueError, ["beta: expected [B, T, H] = [1, 12, 3]", "[12, 3]"]),
-    "A_log is [1, 1, H, 1]": (lambda: {"A_log": torch.zeros(1, 1, H, 1)}, ValueError, ["A_log: expected [H]", "view(-1)"]),
-    "A_log has other heads": (lambda: {"A_log": torch.zeros(H + 1)}, ValueError, ["A_log: expected [H] = [3]", "[4]"]),
+    "beta is [T, H]": (lambda: {"beta": bf16(T, H)}, ValueError, ["beta: expected [B, T, HV] = [1, 12, 3]", "[12, 3]"]),
+    "A_log is [1, 1, H, 1]": (lambda: {"A_log": torch.zeros(1, 1, H, 1)}, ValueError, ["A_log: expected [HV]", "view(-1)"]),
+    "A_log has other heads": (lambda: {"A_log": torch.zeros(H + 1)}, ValueError, ["A_log: expected [HV] = [3]", "[4]"]),
     "dt_bias is [K, H]": (lambda: {"dt_bias": torch.zeros(K, H)}, ValueError, ["dt_bias", "[128, 3]", "view(3, 128)"]),
     "dt_bias is [H]": (lambda: {"dt_bias": torch.zeros(H)}, ValueError, ["dt_bias", "per head and channel", "unsqueeze"]),
     "dt_bias is [K]": (lambda: {"dt_bias": torch.zeros(K)}, ValueError, ["dt_bias", "per head and channel", "expand"]),
@@ -146,7 +166,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], list[str
     ),
     "initial_state for other sequences": (
         lambda: {"initial_state": torch.zeros(3, H, K, K)}, ValueError,
-        ["initial_state", "[N, H, V, K] = [2, 3, 128, 128]", "len(cu_seqlens) - 1", "[3, 3, 128, 128]"],
+        ["initial_state", "[N, HV, V, K] = [2, 3, 128, 128]", "len(cu_seqlens) - 1", "[3, 3, 128, 128]", "state_indices"],
     ),
     "final_state without cu_seqlens": (
         lambda: {"cu_seqlens": None, "initial_state": None}, ValueError, ["final_state", "[1, 3, 128, 128]", "N = B"],
@@ -159,8 +179,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], list[str
     "q is fp16": (lambda: {"q": bf16(B, T, H, K).half()}, TypeError, ["q: expected bfloat16, got float16", "to(torch.bfloat16)"]),
     "k is fp32": (lambda: {"k": bf16(B, T, H, K).float()}, TypeError, ["k: expected bfloat16, got float32"]),
     "v is int": (lambda: {"v": bf16(B, T, H, K).int()}, TypeError, ["v: expected bfloat16, got int32"]),
-    "g is fp32": (lambda: {"g": bf16(B, T, H, K).float()}, TypeError, ["g: expected bfloat16", "raw values"]),
-    "beta is fp32": (lambda: {"beta": bf16(B, T, H).float()}, TypeError, ["beta: expected bfloat16", "raw values"]),
+    "g is fp16": (lambda: {"g": bf16(B, T, H, K).half()}, TypeError, ["g: expected bfloat16 or float32, got float16"]),
+    "beta is fp64": (lambda: {"beta": bf16(B, T, H).double()}, TypeError, ["beta: expected bfloat16 or float32, got float64"]),
     "out is fp32": (lambda: {"out": bf16(B, T, H, K).float()}, TypeError, ["out: expected bfloat16, got float32"]),
     "A_log is bf16": (lambda: {"A_log": bf16(H)}, TypeError, ["A_log: expected float32, got bfloat16", "A_log.float()"]),
     "dt_bias is fp64": (lambda: {"dt_bias": torch.zeros(H, K).double()}, TypeError, ["dt_bias", "float64", "float()"]),
@@ -188,13 +208,6 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], list[str
         lambda: {"q": bf16(B, T, K, H).transpose(2, 3)}, ValueError, ["q: expected a dense last dimension", "q.contiguous()"],
     ),
     "every second channel": (lambda: {"v": bf16(B, T, H, 2 * K)[..., ::2]}, ValueError, ["v: expected a dense last"]),
-    "token stride is not a multiple of 8": (
-        lambda: {"k": columns(BF16, H * K + 4, 0)}, ValueError, ["k: ", "multiples of 8 elements", "(4656, 388, 128)", "pad it"],
-    ),
-    "address is not a multiple of 16": (
-        lambda: {"g": columns(BF16, H * K + 8, 4)}, ValueError, ["g: ", "multiple of 16 bytes", "storage offset 4"],
-    ),
-    "out with an odd stride": (lambda: {"out": columns(BF16, H * K + 4, 0)}, ValueError, ["out: ", "multiples of 8"]),
     "out is expanded": (lambda: {"out": bf16(B, T, 1, K).expand(B, T, H, K)}, ValueError, ["out: ", "memory of their own"]),
     "out rows overlap": (
         lambda: {"out": bf16(1, 4096, 1, 1).view(-1).as_strided((B, T, H, K), (0, 64, 128, 1))}, ValueError,
@@ -215,6 +228,142 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], list[str
     "initial_state at an odd address": (
         lambda: {"initial_state": odd_address((2, H, K, K), torch.float32)}, ValueError,
         ["initial_state", "multiple of 16 bytes"],
+    ),
+    "initial_state is transposed, K first": (
+        lambda: {"initial_state": torch.zeros(2, H, K, K).transpose(2, 3), "state_v_first": False}, ValueError,
+        ["initial_state: expected a contiguous"],
+    ),
+    "rows of initial_state overlap": (
+        lambda: {"initial_state": torch.zeros(1, H, K, K).expand(2, H, K, K)}, ValueError, ["initial_state: expected a contiguous"],
+    ),
+    "rows of final_state at odd distances": (
+        lambda: {"final_state": torch.zeros(2, H * K * K + 2)[:, :-2].view(2, H, K, K)}, ValueError,
+        ["final_state: expected rows that are a multiple of 16 bytes apart", "got 196616"],
+    ),
+    # switches
+    **{
+        f"{name} is 1": (
+            lambda name=name: {name: 1}, TypeError, [f"{name}: expected True or False, got int 1"],
+        )
+        for name in (
+            "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
+            "state_v_first", "batch_invariant",
+        )
+    },
+    "a log-decay with A_log": (
+        lambda: {"use_gate_in_kernel": False}, ValueError, ["A_log: expected None with use_gate_in_kernel=False", "log-decay itself"],
+    ),
+    "a log-decay with dt_bias": (
+        lambda: {"use_gate_in_kernel": False, "A_log": None}, ValueError, ["dt_bias: expected None with use_gate_in_kernel=False"],
+    ),
+    "a log-decay with a bound": (
+        lambda: {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None}, ValueError,
+        ["lower_bound: expected None with use_gate_in_kernel=False", "got float"],
+    ),
+    # pools
+    "state_indices is a list": (
+        lambda: {"state_indices": [0, 1]}, TypeError, ["state_indices: expected a torch.Tensor or None, got list", "torch.tensor(state_indices"],
+    ),
+    "an index is missing": (lambda: {"state_indices": torch.zeros(1).int()}, ValueError, ["state_indices: expected [2], got [1]"]),
+    "indices are floats": (lambda: {"state_indices": torch.zeros(2)}, TypeError, ["state_indices: expected int32 or int64"]),
+    "indices are strided": (
+        lambda: {"state_indices": torch.arange(4)[::2]}, ValueError, ["state_indices: expected a contiguous"],
+    ),
+    "an index twice": (
+        lambda: {"state_indices": torch.tensor([1, 1])}, ValueError, ["state_indices: expected different rows", "[1, 1]", "negative"],
+    ),
+    "indices without a pool": (
+        lambda: {"state_indices": torch.arange(2), "initial_state": None, "final_state": None}, ValueError,
+        ["state_indices: expected initial_state or final_state with it"],
+    ),
+    "pools of different sizes": (
+        lambda: {"state_indices": torch.arange(2), "initial_state": torch.zeros(3, H, K, K)}, ValueError,
+        ["state_indices: expected pools of as many rows", "with 3", "with 2"],
+    ),
+    "a pool of other heads": (
+        lambda: {"state_indices": torch.arange(2), "initial_state": torch.zeros(5, H + 1, K, K)}, ValueError,
+        ["initial_state: expected a pool [rows, HV, V, K] = [rows, 3, 128, 128]", "[5, 4, 128, 128]"],
+    ),
+    "a pool of bf16 by indices at an odd address": (
+        lambda: {"state_indices": torch.arange(2), "initial_state": odd_address((2, H, K, K), BF16)}, ValueError,
+        ["initial_state", "multiple of 16 bytes"],
+    ),
+    "a pool of fp16": (
+        lambda: {"state_indices": torch.arange(2), "final_state": torch.zeros(2, H, K, K).half()}, TypeError,
+        ["final_state: expected float32 or bfloat16"],
+    ),
+    # states on the way
+    "intermediate_states is True": (
+        lambda: {"intermediate_states": True}, TypeError, ["intermediate_states: expected a torch.Tensor or None, got bool", "in place"],
+    ),
+    "intermediate_states of other heads": (
+        lambda: {"intermediate_states": torch.zeros(2, H + 1, K, K)}, ValueError,
+        ["intermediate_states: expected [rows, HV, V, K] = [rows, 3, 128, 128]", "[2, 4, 128, 128]"],
+    ),
+    "too few intermediate_states": (
+        lambda: {"cu_seqlens_cpu": torch.tensor([0, 5, T]), "intermediate_states": torch.zeros(1, H, K, K)}, ValueError,
+        ["at least sum of ceil(length / 64) = 2 rows", "[1, 3, 128, 128]"],
+    ),
+    "too few intermediate_states for a batch": (
+        lambda: {
+            "cu_seqlens": None, "initial_state": None, "final_state": None, "intermediate_states": torch.zeros(0, H, K, K),
+        },
+        ValueError, ["at least sum of ceil(length / 64) = 1 rows"],
+    ),
+    "intermediate_states are strided": (
+        lambda: {"intermediate_states": torch.zeros(2, H, K, K).transpose(2, 3)}, ValueError,
+        ["intermediate_states: expected a contiguous", "to write into"],
+    ),
+    "intermediate_states are fp64": (
+        lambda: {"intermediate_states": torch.zeros(2, H, K, K).double()}, TypeError, ["intermediate_states: expected float32 or bfloat16"],
+    ),
+    "intermediate_states at an odd address": (
+        lambda: {"intermediate_states": odd_address((2, H, K, K), torch.float32)}, ValueError, ["intermediate_states", "multiple of 16 bytes"],
+    ),
+    "checkpoints without offsets": (
+        lambda: {"checkpoint_states": torch.zeros(2, H, K, K)}, ValueError, ["checkpoint_offsets: expected it together with checkpoint_states"],
+    ),
+    "offsets without checkpoints": (
+        lambda: {"checkpoint_offsets": torch.zeros(2).int()}, ValueError, ["checkpoint_states: expected it together with checkpoint_offsets"],
+    ),
+    "three checkpoints a sequence": (
+        lambda: {"checkpoint_states": torch.zeros(2, 3, H, K, K), "checkpoint_offsets": torch.zeros(2, 3).int()}, ValueError,
+        ["checkpoint_states: expected [N, HV, V, K] = [2, 3, 128, 128] or [N, 2, HV, V, K]", "[2, 3, 3, 128, 128]"],
+    ),
+    "one offset for two checkpoints": (
+        lambda: {"checkpoint_states": torch.zeros(2, 2, H, K, K), "checkpoint_offsets": torch.zeros(2).int()}, ValueError,
+        ["checkpoint_offsets: expected [2, 2], got [2]"],
+    ),
+    # hints and scratch
+    "cu_seqlens_cpu is a list": (
+        lambda: {"cu_seqlens_cpu": [0, 5, T]}, TypeError, ["cu_seqlens_cpu: expected a torch.Tensor", "torch.tensor(cu_seqlens_cpu)"],
+    ),
+    "cu_seqlens_cpu alone": (
+        lambda: {"cu_seqlens": None, "initial_state": None, "final_state": None, "cu_seqlens_cpu": torch.tensor([0, T])}, ValueError,
+        ["cu_seqlens_cpu: expected cu_seqlens with it"],
+    ),
+    "cu_seqlens_cpu of another length": (
+        lambda: {"cu_seqlens_cpu": torch.tensor([0, T])}, ValueError, ["cu_seqlens_cpu: expected the shape of cu_seqlens, [3], got [2]"],
+    ),
+    "cu_seqlens_cpu is a float": (
+        lambda: {"cu_seqlens_cpu": torch.zeros(3)}, TypeError, ["cu_seqlens_cpu: expected int32 or int64"],
+    ),
+    "cu_seqlens_cpu is elsewhere": (
+        lambda: {"cu_seqlens_cpu": torch.zeros(3).long().to("meta")}, ValueError, ["cu_seqlens_cpu: expected it on the CPU, got meta"],
+    ),
+    **{
+        f"offsets {offsets}": (
+            lambda offsets=offsets: {"cu_seqlens_cpu": torch.tensor(offsets)}, ValueError,
+            ["cu_seqlens_cpu: expected offsets that rise from 0 or more to at most T = 12", str(offsets)],
+        )
+        for offsets in ([0, 7, 5], [-1, 5, 12], [0, 5, 13])
+    },
+    "workspace of floats": (lambda: {"workspace": torch.zeros(4)}, TypeError, ["workspace: expected uint8, got float32"]),
+    "workspace at an odd address": (
+        lambda: {"workspace": torch.zeros(33, dtype=torch.uint8)[1:]}, ValueError, ["workspace", "multiple of 16 bytes"],
+    ),
+    "workspace is strided": (
+        lambda: {"workspace": torch.zeros(64, dtype=torch.uint8)[::2]}, ValueError, ["workspace: expected a contiguous"],
     ),
     # overlaps
     **{
@@ -238,6 +387,36 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], list[str
         ),
         ValueError, ["overlaps initial_state", "the very same tensor"],
     ),
+    "checkpoints lie in out": (
+        lambda: (lambda memory: {
+            "out": memory.view(-1)[: B * T * H * K].view(B, T, H, K), "checkpoint_states": memory,
+            "checkpoint_offsets": torch.zeros(2).int(),
+        })(bf16(2, H, K, K)),
+        ValueError, ["checkpoint_states: ", "overlaps out"],
+    ),
+    "intermediate states are the initial ones": (
+        lambda: dict.fromkeys(("initial_state", "intermediate_states"), torch.zeros(2, H, K, K)), ValueError,
+        ["intermediate_states: ", "overlaps initial_state"],
+    ),
+    "workspace lies in the checkpoints": (
+        lambda: (lambda memory: {
+            "workspace": memory, "checkpoint_states": memory.view(BF16).view(2, H, K, K), "checkpoint_offsets": torch.zeros(2).int(),
+        })(torch.zeros(2 * 2 * H * K * K, dtype=torch.uint8)),
+        ValueError, ["workspace: ", "overlaps checkpoint_states"],
+    ),
+    "the pool holds the indices": (
+        lambda: (lambda pool: {"initial_state": pool, "final_state": pool, "state_indices": pool.view(-1).view(torch.int64)[:2]})(
+            torch.tensor([0, 1] + [0] * (H * K * K - 2)).view(torch.float32).view(2, H, K, K)
+        ),
+        ValueError, ["final_state: ", "overlaps state_indices"],
+    ),
+    "final_state lies over the offsets of checkpoints": (
+        lambda: (lambda state: {
+            "final_state": state, "checkpoint_states": torch.zeros(2, H, K, K),
+            "checkpoint_offsets": state.view(-1).view(torch.int32)[:2],
+        })(torch.zeros(2, H, K, K)),
+        ValueError, ["final_state: ", "overlaps checkpoint_offsets"],
+    ),
     # gradients
     **{
         f"{name} requires a gradient": (
@@ -246,6 +425,9 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], list[str
         )
         for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "out", "final_state")
     },
+    "intermediate_states require a gradient": (
+        lambda: {"intermediate_states": torch.zeros(2, H, K, K).requires_grad_()}, RuntimeError, ["intermediate_states requires a gradient"],
+    ),
 }  # fmt: skip
 
 
@@ -323,6 +505,56 @@ ACCEPTED: dict[str, Callable[[], dict[str, Any]]] = {
     "padded rows": lambda: {"k": columns(BF16, H * K + 8, 8), "out": columns(BF16, H * K + 8, 8)},
     "a stride that is never used": lambda: {"q": bf16(2 * T * H * K).as_strided((B, T, H, K), (3, H * K, K, 1))},
     "one tensor as q, k, v and g": lambda: dict.fromkeys(("q", "k", "v", "g"), bf16(B, T, H, K)),
+    "rows of any width and address": lambda: {
+        "q": columns(BF16, H * K + 1, 1),
+        "k": columns(BF16, H * K + 4, 4),
+        "g": columns(torch.float32, H * K + 3, 1),
+        "out": columns(BF16, H * K + 5, 3),
+    },
+    "fp32 g and beta": lambda: {"g": bf16(B, T, H, K).float(), "beta": bf16(B, T, H).float()},
+    "no A_log and dt_bias": lambda: {"A_log": None, "dt_bias": None},
+    "no bound": lambda: {"lower_bound": None},
+    "a log-decay": lambda: {
+        "use_gate_in_kernel": False,
+        "A_log": None,
+        "dt_bias": None,
+        "lower_bound": None,
+        "g": bf16(B, T, H, K) - 1,
+    },
+    "all that is done inside turned off": lambda: {
+        "use_qk_l2norm_in_kernel": False,
+        "use_beta_sigmoid_in_kernel": False,
+        "allow_neg_eigval": True,
+    },
+    "grouped value heads": lambda: {
+        **{n: torch.full((B, T, 2 * H, K), 7.0, dtype=BF16) for n in ("v", "g", "out")},
+        "beta": bf16(B, T, 2 * H),
+        "A_log": torch.zeros(2 * H),
+        "dt_bias": torch.zeros(2 * H, K),
+        "initial_state": torch.zeros(2, 2 * H, K, K),
+        "final_state": torch.zeros(2, 2 * H, K, K),
+    },
+    "K-first states": lambda: {"state_v_first": False},
+    "a pool": lambda: {
+        "state_indices": torch.tensor([4, 0]),
+        **dict.fromkeys(("initial_state", "final_state"), torch.zeros(5, H, K, K)),
+    },
+    "a pool of wide rows and negative indices": lambda: {
+        "state_indices": torch.tensor([-1, -1], dtype=torch.int32),
+        **dict.fromkeys(("initial_state", "final_state"), torch.zeros(5, H * K * K + 4)[:, 4:].view(5, H, K, K)),
+    },
+    "states beside one another in a pool": lambda: dict(
+        zip(("initial_state", "final_state"), torch.zeros(2, 2, H, K, K).unbind(1))
+    ),
+    "an index twice, only read": lambda: {"state_indices": torch.tensor([1, 1]), "final_state": None},
+    "states on the way": lambda: {
+        "intermediate_states": torch.zeros(2, H, K, K),
+        "checkpoint_states": bf16(2, 2, H, K, K),
+        "checkpoint_offsets": torch.tensor([[0, 16], [0, 0]]),
+        "cu_seqlens_cpu": torch.tensor([0, 5, T], dtype=torch.int32),
+    },
+    "a workspace": lambda: {"workspace": torch.empty(64, dtype=torch.uint8)},
+    "batch_invariant": lambda: {"batch_invariant": True},
     "one tensor as both states": lambda: dict.fromkeys(("initial_state", "final_state"), torch.zeros(2, H, K, K)),
     "slices of one buffer, out among them": lambda: {
         name: part.unflatten(-1, (H, K))
@@ -391,5 +623,15 @@ def test_workspace_size_refuses_negative_counts(counts: tuple[int, int, int]) ->
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(TypeError, match="allow_neg_eigval"):
-        flash_kda.fwd(**arguments(), allow_neg_eigval=True)
+    with pytest.raises(TypeError, match="safe_gate"):
+        flash_kda.fwd(**arguments(), safe_gate=True)
+    with pytest.raises(TypeError, match="positional"):
+        flash_kda.fwd(*arguments().values(), True)
+
+
+def test_a_workspace_that_is_too_small_is_refused() -> None:
+    from flash_kda.checks import check_workspace
+
+    check_workspace(torch.empty(64, dtype=torch.uint8), 64)
+    with pytest.raises(ValueError, match="workspace: expected at least 65 bytes, got 64"):
+        check_workspace(torch.empty(64, dtype=torch.uint8), 65)

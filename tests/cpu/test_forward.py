@@ -36,11 +36,11 @@ def moved(problem: cases.Problem) -> cases.Problem:
     return problem.replace(**{name: fake_native.on_fake_gpu(getattr(problem, name)) for name in FIELDS})
 
 
-def call(problem: cases.Problem, out: Any, final_state: Any) -> Any:
+def call(problem: cases.Problem, out: Any, final_state: Any, **extras: Any) -> Any:
     p = problem
     return flash_kda.fwd(
         p.q, p.k, p.v, p.g, p.beta, p.scale, out, p.A_log, p.dt_bias, p.lower_bound,
-        initial_state=p.initial_state, final_state=final_state, cu_seqlens=p.cu_seqlens,
+        initial_state=p.initial_state, final_state=final_state, cu_seqlens=p.cu_seqlens, **extras,
     )  # fmt: skip
 
 
@@ -151,6 +151,74 @@ def test_what_is_handed_to_the_kernel(
     assert bool((wide[..., : H * K] == 7.0).all())
     if state is not None:
         assert cases.distance(state.as_subclass(torch.Tensor), expected_state) < 3e-3
+
+
+@pytest.fixture
+def moved_calls(fake: fake_native.FakeNative, monkeypatch: pytest.MonkeyPatch) -> fake_native.FakeNative:
+    """Calls of ``flash_kda.fwd`` go through the fake module, with all tensors said to lie on its GPU."""
+    right = flash_kda.fwd
+
+    def fwd(*arguments: Any, **named: Any) -> Any:
+        given_out, given_state = arguments[6], arguments[11]
+        out, _ = right(
+            *(fake_native.on_fake_gpu(x) for x in arguments),
+            **{name: fake_native.on_fake_gpu(x) for name, x in named.items()},
+        )
+        return out.as_subclass(torch.Tensor) if given_out is None else given_out, given_state
+
+    monkeypatch.setattr(flash_kda, "fwd", fwd)
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **named: real(*size, **named))
+    return fake
+
+
+@pytest.mark.parametrize("name", cases.forms("cpu", [20, 5]))
+def test_forms_are_handed_to_the_kernel(name: str, moved_calls: fake_native.FakeNative) -> None:
+    cases.check_against_oracle("", cases.forms("cpu", [20, 5])[name], cases.FORM_LIMIT)
+    assert len(moved_calls.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda: cases.check_fused_slices("cpu", 20, 3, spare=12, shift=1),
+        lambda: cases.check_mixed_layouts("cpu"),
+        lambda: cases.check_key_first_states("cpu"),
+        lambda: cases.check_pools("cpu"),
+        lambda: cases.check_all_saved_states("cpu"),
+    ],
+    ids=["fused slices", "mixed layouts", "key-first states", "pools", "saved states"],
+)
+def test_layouts_and_states_are_handed_to_the_kernel(check: Any, moved_calls: fake_native.FakeNative) -> None:
+    check()
+    assert moved_calls.calls
+
+
+def test_a_workspace_of_the_callers_is_used(fake: fake_native.FakeNative, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.workspace_bytes = 640
+    problem = moved(cases.make("cpu", [20], 2))
+    out = fake_native.on_fake_gpu(torch.full((1, 20, 2, 128), 7.0, dtype=BF16))
+    workspace = fake_native.on_fake_gpu(torch.empty(1000, dtype=torch.uint8))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("allocated"))
+    call(problem, out, None, workspace=workspace)
+    assert fake.workspaces == [workspace.data_ptr()]
+    out.fill_(7.0)
+    with pytest.raises(ValueError, match="workspace: expected at least 640 bytes, got 639"):
+        call(problem, out, None, workspace=workspace[:639])
+    assert bool((out.as_subclass(torch.Tensor) == 7.0).all())
+
+
+@pytest.mark.parametrize("why", ["batch_invariant", "intermediate_states", "checkpoint_states"])
+def test_calls_that_must_not_be_cut_take_no_workspace(why: str, fake: fake_native.FakeNative) -> None:
+    fake.workspace_bytes = 640
+    problem = moved(cases.make("cpu", [20], 2))
+    out = fake_native.on_fake_gpu(torch.zeros(1, 20, 2, 128, dtype=BF16))
+    states = fake_native.on_fake_gpu(torch.zeros(1, 2, 128, 128))
+    extras: dict[str, Any] = {why: True if why == "batch_invariant" else states}
+    if why == "checkpoint_states":
+        extras["checkpoint_offsets"] = fake_native.on_fake_gpu(torch.tensor([16]))
+    call(problem, out, None, **extras)
+    assert fake.workspaces == [0]
 
 
 def test_out_is_allocated_on_the_device_of_q(fake: fake_native.FakeNative, monkeypatch: pytest.MonkeyPatch) -> None:

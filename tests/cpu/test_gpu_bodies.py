@@ -52,12 +52,23 @@ def test_heads_do_not_mix() -> None:
 
 def test_layout_bodies() -> None:
     cases.check_fused_slices("cpu", 20, 3)
+    cases.check_fused_slices("cpu", 20, 3, spare=12, shift=1)
+    cases.check_mixed_layouts("cpu")
     cases.check_layouts("cpu")
     cases.check_empty_calls("cpu")
     cases.check_state_in_place("cpu")
     cases.check_odd_offsets("cpu")
     cases.check_offset_dtypes("cpu")
     cases.check_split_call("cpu", 100, [1, 18, 64])
+    cases.check_key_first_states("cpu")
+    cases.check_pools("cpu")
+    cases.check_all_saved_states("cpu")
+    cases.check_workspace("cpu")
+
+
+@pytest.mark.parametrize("name", cases.forms("cpu", [20, 5]))
+def test_forms(name: str) -> None:
+    cases.check_against_oracle("", cases.forms("cpu", [20, 5])[name], cases.FORM_LIMIT, kind="recurrent")
 
 
 def test_fresh_process() -> None:
@@ -156,5 +167,6 @@ def test_problem_fields_are_all_moved() -> None:
     """heads() must not forget a field that has a head dimension."""
     names = {field.name for field in dataclasses.fields(cases.Problem)}
     assert names == {
-        "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "scale", "lower_bound"
+        "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "scale", "lower_bound",
+        "options",
     }  # fmt: skip

@@ -111,8 +111,12 @@ def test_signature() -> None:
     assert list(parameters) == [
         "q", "k", "v", "g", "beta", "scale", "out", "A_log", "dt_bias", "lower_bound",
         "initial_state", "final_state", "cu_seqlens",
+        "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
+        "state_indices", "intermediate_states", "checkpoint_states", "checkpoint_offsets", "workspace", "cu_seqlens_cpu",
+        "batch_invariant",
     ]  # fmt: skip
-    assert [p.default for p in parameters.values()][-3:] == [None] * 3
+    assert [p.default for p in parameters.values()][10:13] == [None] * 3
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in list(parameters.values())[13:])
     assert list(inspect.signature(flash_kda.get_workspace_size).parameters) == ["T_total", "H", "N"]
 
 

@@ -24,10 +24,15 @@ def by_hand(problem: cases.Problem) -> tuple[Any, Any]:
     def array(x: Any) -> Any:
         return x.detach().double().numpy()
 
+    def chosen(name: str, default: bool) -> bool:
+        return problem.options.get(name, default)
+
     q, k, v, g, beta = (array(x) for x in (problem.q, problem.k, problem.v, problem.g, problem.beta))
-    rate, bias = np.exp(array(problem.A_log)), array(problem.dt_bias).reshape(problem.H, -1)
-    B, T, H, K = q.shape
-    V = v.shape[-1]
+    B, T, H, V = v.shape
+    K = q.shape[-1]
+    group = H // q.shape[2]
+    rate = np.ones(H) if problem.A_log is None else np.exp(array(problem.A_log))
+    bias = np.zeros((H, K)) if problem.dt_bias is None else array(problem.dt_bias).reshape(H, -1)
     out = np.zeros((B, T, H, V))
     if problem.cu_seqlens is None:
         sequences = [(b, 0, T) for b in range(B)]
@@ -39,16 +44,29 @@ def by_hand(problem: cases.Problem) -> tuple[Any, Any]:
         final[:] = array(problem.initial_state)
 
     def unit(x: Any) -> Any:
-        return x / math.sqrt(float(np.dot(x, x)) + 1e-6)
+        return x / math.sqrt(float(np.dot(x, x)) + 1e-6) if chosen("use_qk_l2norm_in_kernel", True) else x
+
+    def softplus(x: float) -> float:
+        return math.log1p(math.exp(-abs(x))) + max(x, 0.0)
+
+    def decay_of(x: Any, h: int) -> Any:
+        if not chosen("use_gate_in_kernel", True):
+            return np.exp(np.minimum(x, 0))
+        if problem.lower_bound is None:
+            return np.array([math.exp(-rate[h] * softplus(y)) for y in x + bias[h]])
+        return np.exp(problem.lower_bound / (1 + np.exp(-rate[h] * (x + bias[h]))))
+
+    def strength(x: float) -> float:
+        x = 1 / (1 + math.exp(-x)) if chosen("use_beta_sigmoid_in_kernel", True) else x
+        return 2 * x if chosen("allow_neg_eigval", False) else x
 
     for n, (b, begin, end) in enumerate(sequences):
         for h in range(H):
             S = final[n, h]
             for t in range(begin, end):
-                decay = np.exp(problem.lower_bound / (1 + np.exp(-rate[h] * (g[b, t, h] + bias[h]))))
-                key, query = unit(k[b, t, h]), unit(q[b, t, h])
-                S = S * decay[None, :]
-                u = (v[b, t, h] - S @ key) / (1 + math.exp(-beta[b, t, h]))
+                key, query = unit(k[b, t, h // group]), unit(q[b, t, h // group])
+                S = S * decay_of(g[b, t, h], h)[None, :]
+                u = (v[b, t, h] - S @ key) * strength(beta[b, t, h])
                 S = S + np.outer(u, key)
                 out[b, t, h] = problem.scale * (S @ query)
             final[n, h] = S
@@ -67,6 +85,46 @@ def test_against_numpy(kind: str, gate: float) -> None:
         assert out.dtype == state.dtype == torch.float64
         assert cases.distance(out, torch.from_numpy(expected_out)) < 1e-13
         assert cases.distance(state, torch.from_numpy(expected_state)) < 1e-13
+
+
+@pytest.mark.parametrize("name", cases.forms("cpu", [20, 5]))
+def test_forms_against_numpy(name: str) -> None:
+    problem = cases.forms("cpu", [20, 5])[name]
+    expected_out, expected_state = by_hand(problem)
+    for kind in ("recurrent", "chunked"):
+        out, state = cases.oracle(problem, kind)
+        assert cases.distance(out, torch.from_numpy(expected_out)) < 1e-12
+        assert cases.distance(state, torch.from_numpy(expected_state)) < 1e-12
+
+
+def test_chunked_forms_are_accurate_in_fp32() -> None:
+    """What the CPU path computes: the forms with decays down to nothing lose no digits."""
+    for name, p in cases.forms("cpu", [40, 5]).items():
+        arguments = (
+            p.q,
+            p.k,
+            p.v,
+            p.g,
+            p.beta,
+            p.scale,
+            p.A_log,
+            p.dt_bias,
+            p.lower_bound,
+            p.initial_state,
+            p.cu_seqlens,
+        )
+        out, state = reference.chunked(*arguments, **p.options, dtype=torch.float32)
+        expected_out, expected_state = reference.recurrent(*arguments, **p.options)
+        assert cases.distance(out, expected_out) < 2e-5, name
+        assert cases.distance(state, expected_state) < 2e-5, name
+
+
+def test_parameters_of_a_gate_that_is_not_used_are_refused() -> None:
+    problem = cases.make("cpu", [9], 2)
+    for name in ("A_log", "dt_bias", "lower_bound"):
+        others = {n: None for n in ("A_log", "dt_bias", "lower_bound") if n != name}
+        with pytest.raises(ValueError, match="must be None with use_gate_in_kernel=False"):
+            cases.oracle(problem.replace(**others, options={"use_gate_in_kernel": False}))
 
 
 def test_other_head_dimensions() -> None:
@@ -160,7 +218,7 @@ def test_clamped_offsets_and_rows_of_no_sequence() -> None:
 
 
 WRONG_SHAPES = {
-    "q": (1, 9, 128), "k": (1, 9, 3, 128), "v": (1, 8, 2, 128), "g": (1, 9, 2, 64), "beta": (1, 2, 9), "A_log": (3,),
+    "q": (1, 9, 128), "k": (1, 9, 3, 128), "v": (1, 9, 3, 128), "g": (1, 9, 2, 64), "beta": (1, 2, 9), "A_log": (3,),
     "dt_bias": (128, 2), "initial_state": (2, 2, 128, 128), "cu_seqlens": (2, 2),
 }  # fmt: skip
 

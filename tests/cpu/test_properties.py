@@ -27,22 +27,50 @@ pytestmark = pytest.mark.filterwarnings("ignore:flash_kda.fwd was called with CP
 
 @st.composite
 def problems(draw: Any) -> cases.Problem:
-    H = draw(st.integers(1, 3))
+    """Any form of gate, beta, q and k, heads and layout."""
+    group = draw(st.sampled_from([1, 1, 2, 3]))
+    H = group * draw(st.integers(1, 2 if group > 1 else 3))
     gate = draw(st.sampled_from([cases.STRONG, cases.WEAK, cases.WEAKEST]))
     seed = draw(st.integers(0, 1000))
     initial = draw(dtypes)
     if draw(st.booleans()):
         batch = (draw(st.integers(0, 3)), draw(st.integers(0, 40)))
-        problem = cases.make("cpu", None, H, gate, batch=batch, initial=initial, seed=seed)
+        problem = cases.make("cpu", None, H, gate, batch=batch, initial=initial, seed=seed, group=group)
     else:
         lengths = draw(st.lists(st.integers(0, 40), min_size=2, max_size=6))
         offsets = draw(st.sampled_from([torch.int32, torch.int64]))
         slack = draw(st.integers(0, 5))
-        problem = cases.make("cpu", lengths, H, gate, initial=initial, offsets=offsets, slack=slack, seed=seed)
+        problem = cases.make(
+            "cpu", lengths, H, gate, initial=initial, offsets=offsets, slack=slack, seed=seed, group=group
+        )
     problem.lower_bound = draw(st.floats(-5.0, -1e-3))
     problem.scale = draw(st.one_of(st.just(0.0), st.floats(1e-3, 2.0), st.floats(-2.0, -1e-3)))
+    kind = draw(st.sampled_from(["bounded", "unbounded", "log-decay"]))
+    if kind == "log-decay":
+        problem = cases.without_gate(problem, draw(st.sampled_from([0.01, 1.0, 300.0])) * cases.log_decays(problem))
+    elif kind == "unbounded":
+        problem.lower_bound = None
+        problem.g.mul_(draw(st.sampled_from([1.0, 100.0])))
+    if kind != "log-decay":
+        problem.A_log = draw(st.sampled_from([problem.A_log, None]))
+        problem.dt_bias = draw(st.sampled_from([problem.dt_bias, problem.dt_bias.flatten(), None]))
     if draw(st.booleans()):
-        problem, _ = cases.fused_slices("cpu", problem)
+        problem.g = problem.g.to(draw(st.sampled_from([FP32, BF16])))
+    if draw(st.booleans()):
+        problem.beta = problem.beta.to(draw(st.sampled_from([FP32, BF16])))
+    if draw(st.booleans()):
+        problem.options["use_beta_sigmoid_in_kernel"] = False
+        problem.beta = problem.beta.sigmoid()
+    if draw(st.booleans()):
+        problem.options["use_qk_l2norm_in_kernel"] = False
+        problem.q, problem.k = (
+            torch.nn.functional.normalize(x.float(), dim=-1).bfloat16() for x in (problem.q, problem.k)
+        )
+    if draw(st.booleans()):
+        problem.options["allow_neg_eigval"] = True
+    same = group == 1 and problem.g.dtype is BF16 and problem.beta.dtype is BF16
+    if same and draw(st.booleans()):
+        problem, _ = cases.fused_slices("cpu", problem, draw(st.sampled_from([None, 3, 12])))
     return problem
 
 
@@ -52,8 +80,71 @@ def test_right_calls(problem: cases.Problem, final: Any) -> None:
     cases.check_against_oracle("", problem, 5e-3, final, kind="recurrent")
 
 
+@FEW
+@given(problem=problems(), data=st.data())
+def test_right_states(problem: cases.Problem, data: Any) -> None:
+    """Pools, K-first states, states saved on the way and hints, against the oracle of each sequence alone."""
+    N, H = problem.N, problem.H
+    v_first, state_dtype, saved_dtype = data.draw(st.booleans()), data.draw(dtypes) or FP32, data.draw(dtypes) or FP32
+    rows = N + 2
+    indices = torch.tensor(data.draw(st.permutations([*range(rows - 2), -1, -1, rows + 3]))[:N], dtype=torch.int64)
+    bounds = problem.cu_seqlens
+    T = problem.q.shape[1]
+    lengths = [T] * N if bounds is None else bounds.diff().tolist()
+    if bounds is not None and data.draw(st.booleans()):
+        lengths_hint = {"cu_seqlens_cpu": bounds.clone()}
+    else:
+        lengths_hint = {}
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x if v_first else x.transpose(-1, -2)
+
+    pool = torch.randn(rows, H, K, K).to(state_dtype)
+    before = pool.clone()
+    offsets = torch.tensor([[16, 16 * (length // 16)] for length in lengths], dtype=torch.int32).view(N, 2)
+    snapshots = torch.full((sum(-(-length // 64) for length in lengths), H, K, K), 7.0, dtype=saved_dtype)
+    marks = torch.full((N, 2, H, K, K), 7.0, dtype=saved_dtype)
+    held = problem.replace(initial_state=pool)
+    out, _ = cases.call(
+        held, None, pool, state_indices=indices.to(data.draw(st.sampled_from([torch.int32, torch.int64]))),
+        state_v_first=v_first, intermediate_states=snapshots, checkpoint_states=marks, checkpoint_offsets=offsets,
+        batch_invariant=data.draw(st.booleans()), **lengths_hint,
+    )  # fmt: skip
+    untouched = [row for row in range(rows) if row not in indices.tolist()]
+    assert torch.equal(pool[untouched], before[untouched])
+    row = 0
+    for n, length in enumerate(lengths):
+        has_row = 0 <= int(indices[n]) < rows
+        begin = 0 if bounds is None else int(bounds[n])
+
+        def after(
+            tokens: int, n: int = n, begin: int = begin, has_row: bool = has_row
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            alone = problem.part(begin, begin + tokens)
+            if bounds is None:
+                alone = alone.replace(**{name: getattr(alone, name)[n : n + 1] for name in cases.ROWS})
+            initial = turned(before[int(indices[n])]) if has_row else torch.zeros(H, K, K)
+            alone_out, state = cases.oracle(alone.replace(initial_state=initial.unsqueeze(0)))
+            return alone_out, state[0]
+
+        expected_out, expected = after(length)
+        where = (slice(n, n + 1), slice(None)) if bounds is None else (slice(None), slice(begin, begin + length))
+        assert cases.distance(out[where], expected_out) < 5e-3
+        if has_row:
+            assert cases.distance(turned(pool[int(indices[n])]), expected) < 5e-3
+        for tokens in range(0, length, 64):
+            assert cases.distance(turned(snapshots[row]), after(tokens)[1]) < 5e-3
+            row += 1
+        for mark, offset in zip(marks[n], offsets[n].tolist()):
+            if 0 < offset <= length:
+                assert cases.distance(turned(mark), after(offset)[1]) < 5e-3
+            else:
+                assert bool((mark == 7.0).all())
+    assert row == len(snapshots)
+
+
 # How a call goes wrong: argument -> a function of the right value and the problem that gives a wrong one.
-WRONG = {
+WRONG: dict[str, list[Any]] = {
     "q": [lambda x, p: x.float(), lambda x, p: x[..., :64], lambda x, p: x.unsqueeze(0), lambda x, p: None],
     "k": [
         lambda x, p: x.half(),
@@ -61,40 +152,57 @@ WRONG = {
         lambda x, p: torch.cat([x, x], 2),
         lambda x, p: x.to("meta"),
     ],
-    "v": [lambda x, p: x.int(), lambda x, p: torch.cat([x, x], 3), lambda x, p: x.tolist()],
-    "g": [lambda x, p: x.float(), lambda x, p: x[..., 0], lambda x, p: x.unsqueeze(1)],
-    "beta": [lambda x, p: x.float(), lambda x, p: x.unsqueeze(-1), lambda x, p: p.q],
-    "A_log": [lambda x, p: x.to(BF16), lambda x, p: torch.cat([x, x]), lambda x, p: x.view(1, -1)],
-    "dt_bias": [lambda x, p: x.double(), lambda x, p: x.unsqueeze(0), lambda x, p: x[:, :64]],
+    "v": [lambda x, p: x.int(), lambda x, p: torch.cat([x, x], 3), lambda x, p: x.tolist(), lambda x, p: x[:, :, :0]],
+    "g": [lambda x, p: x.half(), lambda x, p: x[..., 0], lambda x, p: x.unsqueeze(1)],
+    "beta": [lambda x, p: x.half(), lambda x, p: x.unsqueeze(-1), lambda x, p: p.q],
+    "A_log": [lambda x, p: torch.zeros(p.H).to(BF16), lambda x, p: torch.zeros(p.H + 1), lambda x, p: torch.zeros(1, p.H)],
+    "dt_bias": [lambda x, p: torch.zeros(p.H, K).double(), lambda x, p: torch.zeros(1, p.H, K), lambda x, p: torch.zeros(p.H, 64)],
     "scale": [lambda x, p: float("nan"), lambda x, p: "1", lambda x, p: torch.tensor(x)],
-    "lower_bound": [lambda x, p: -x, lambda x, p: x - 5.0, lambda x, p: None],
+    "lower_bound": [lambda x, p: 5.0, lambda x, p: -5.001, lambda x, p: True],
     "initial_state": [lambda x, p: torch.zeros(p.N + 1, p.H, K, K), lambda x, p: torch.zeros(p.N, p.H, K, 64)],
     "final_state": [lambda x, p: torch.zeros(p.N, p.H, K, K).half(), lambda x, p: torch.zeros(p.N, p.H, K)],
     "cu_seqlens": [lambda x, p: torch.zeros(1, 2).long(), lambda x, p: [0, 1], lambda x, p: torch.zeros(0).int()],
-}
+    "state_indices": [lambda x, p: torch.zeros(p.N + 1).int(), lambda x, p: torch.zeros(p.N), lambda x, p: list(range(p.N))],
+    "intermediate_states": [lambda x, p: torch.zeros(p.q.numel(), p.H + 1, 1, 1), lambda x, p: True],
+    "checkpoint_states": [lambda x, p: torch.zeros(p.N, p.H, K, 64), lambda x, p: x.double(), lambda x, p: None],
+    "checkpoint_offsets": [lambda x, p: x.float(), lambda x, p: x.unsqueeze(0), lambda x, p: None],
+    "workspace": [lambda x, p: torch.zeros(64), lambda x, p: 64],
+    "cu_seqlens_cpu": [lambda x, p: torch.full((p.N + 1,), 10**6), lambda x, p: [0] * p.N],
+    **{
+        name: [lambda x, p: None, lambda x, p: 1, lambda x, p: "True"]
+        for name in (
+            "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
+            "batch_invariant",
+        )
+    },
+}  # fmt: skip
 
 
-@FEW
+@MANY
 @given(problem=problems(), data=st.data())
 def test_wrong_calls(problem: cases.Problem, data: Any) -> None:
     name = data.draw(st.sampled_from(sorted(WRONG)))
     spoil = data.draw(st.sampled_from(WRONG[name]))
     p = problem
-    out = torch.full(p.q.shape, 7.0, dtype=BF16)
-    state = torch.full((p.N, p.H, K, K), 7.0)
-    call = {
-        "q": p.q, "k": p.k, "v": p.v, "g": p.g, "beta": p.beta, "scale": p.scale, "out": out, "A_log": p.A_log,
-        "dt_bias": p.dt_bias, "lower_bound": p.lower_bound, "initial_state": p.initial_state, "final_state": state,
-        "cu_seqlens": p.cu_seqlens,
+    if name in ("A_log", "dt_bias", "lower_bound"):  # without a gate anything but None is wrong, and says so instead
+        p.options.pop("use_gate_in_kernel", None)
+    written = {
+        "out": torch.full(p.v.shape, 7.0, dtype=BF16), "final_state": torch.full((p.N, p.H, K, K), 7.0),
+        "checkpoint_states": torch.full((p.N, p.H, K, K), 7.0),
     }  # fmt: skip
-    call[name] = spoil(call[name], p)
+    call = {
+        "q": p.q, "k": p.k, "v": p.v, "g": p.g, "beta": p.beta, "scale": p.scale, "A_log": p.A_log, "dt_bias": p.dt_bias,
+        "lower_bound": p.lower_bound, "initial_state": p.initial_state, "cu_seqlens": p.cu_seqlens,
+        "checkpoint_offsets": torch.full((p.N,), 16), **p.options, **written,
+    }  # fmt: skip
+    call[name] = spoil(call.get(name), p)
     with pytest.raises((TypeError, ValueError)) as caught:
         flash_kda.fwd(**call)
-    # A wrong q (or cu_seqlens) may show first in an argument that has to fit it.
+    # A wrong q, v, or cu_seqlens may show first in an argument that has to fit it, and one of a pair in the other.
     blamed = str(caught.value).split(":")[0]
-    assert blamed == name or (name in ("q", "cu_seqlens") and blamed in call), str(caught.value)
-    assert bool((out == 7.0).all())
-    assert bool((state == 7.0).all())
+    assert blamed == name or (name in ("q", "v", "cu_seqlens") and blamed in call), str(caught.value)
+    for what, tensor in written.items():
+        assert bool((tensor == 7.0).all()), f"{what} was written"
 
 
 # ---- the memory rules, against counting elements one by one

@@ -219,7 +219,7 @@ def test_errors_on_the_gpu_launch_nothing() -> None:
     for broken in (
         problem.replace(lower_bound=-6.0),
         problem.replace(cu_seqlens=problem.cu_seqlens.cpu()),
-        problem.replace(beta=problem.beta.float()),
+        problem.replace(beta=problem.beta.half()),
         problem.replace(k=problem.k.transpose(1, 2)),
     ):
         with pytest.raises((TypeError, ValueError)):
