@@ -28,7 +28,8 @@ namespace flash_kda {
     X(module_function, cuModuleGetFunction, "cuModuleGetFunction")                          \
     X(function_attribute, cuFuncSetAttribute, "cuFuncSetAttribute")                         \
     X(encode_tensor_map, cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled")                  \
-    X(launch, cuLaunchKernel, "cuLaunchKernel")
+    X(max_clusters, cuOccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters")           \
+    X(launch, cuLaunchKernelEx, "cuLaunchKernelEx")
 
 struct Driver {
 #define FLASH_KDA_DECLARE(member, function, symbol) decltype(&function) member = nullptr;

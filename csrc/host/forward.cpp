@@ -1,6 +1,8 @@
 #include "host/forward.h"
 
 #include <algorithm>
+#include <atomic>
+#include <random>
 #include <stdexcept>
 #include <string>
 
@@ -9,6 +11,10 @@
 #include "host/plan.h"
 #include "kernels/common/combine.h"
 #include "kernels/common/slot.h"
+
+#ifndef FLASH_KDA_PAIRING
+#define FLASH_KDA_PAIRING 2
+#endif
 
 namespace flash_kda {
 namespace {
@@ -43,10 +49,19 @@ struct Maps {
 };
 static_assert(sizeof(Maps) == 5 * 128 && alignof(Maps) == 64);
 
+// Never the same twice in a process, and hardly what fresh memory happens to hold.
+unsigned long long next_ticket() {
+    static std::atomic<unsigned long long> ticket{static_cast<unsigned long long>(std::random_device{}()) * 0x9e3779b97f4a7c15ull};
+    return ++ticket;
+}
+
 }  // namespace
 
 std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets) {
-    return workspace_bytes(plan_segments(loaded_kernel(device).sm_count, T, H, N, has_offsets), H, N);
+    const LoadedKernel& loaded = loaded_kernel(device);
+    const Plan plan = plan_segments(loaded.sm_count, T, H, N, has_offsets);
+    if (plan.segments > 1) return segment_bytes(plan, H, N);
+    return handoff_bytes(loaded.blocks, loaded.kernel->cluster, T, H, N, has_offsets);
 }
 
 void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
@@ -69,27 +84,38 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     if (call.B > 0 && params.T > 0) {  // the copy engine knows no empty tensor; without tokens nothing is copied
         maps.q = encode(driver, call.q, call, 1);
         maps.k = encode(driver, call.k, call, 1);
-        maps.v = encode(driver, call.v, call, kPanels);
+        maps.v = encode(driver, call.v, call, 1);
         maps.g = encode(driver, call.g, call, kPanels);
-        maps.o = encode(driver, call.out, call, kPanels);
+        maps.o = encode(driver, call.out, call, 1);
     }
-    const auto launch = [&](Pass pass, long long blocks) {
+    const CUstream on = reinterpret_cast<CUstream>(stream);
+    const auto launch = [&](Pass pass, long long most_teams) {
         params.pass = pass;
         void* arguments[] = {&params, &maps};
-        driver.check(driver.launch(loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1, 1, loaded.kernel->threads,
-                                   1, 1, loaded.kernel->shared_bytes, reinterpret_cast<CUstream>(stream), arguments, nullptr),
-                     "launching the kernel");
+        CUlaunchAttribute attributes[1];
+        const int blocks = static_cast<int>(std::min<long long>(most_teams * loaded.kernel->cluster, loaded.blocks));
+        const CUlaunchConfig config = launch_config(*loaded.kernel, blocks, on, attributes);
+        driver.check(driver.launch(&config, loaded.function, arguments, nullptr), "launching the kernel");
     };
 
-    const Plan plan = call.whole ? Plan{} : plan_segments(loaded.sm_count, params.T, params.H, params.N, params.cu_seqlens != nullptr);
-    if (plan.segments == 1) {
-        launch(Pass::kWhole, items);
-        return;
-    }
-    const std::size_t needed = workspace_bytes(plan, params.H, params.N);
-    if (call.workspace == 0 || call.workspace_bytes < needed) {
+    const bool has_offsets = params.cu_seqlens != nullptr;
+    const Plan plan = call.whole ? Plan{} : plan_segments(loaded.sm_count, params.T, params.H, params.N, has_offsets);
+    const std::size_t needed = plan.segments > 1
+                                   ? segment_bytes(plan, params.H, params.N)
+                                   : handoff_bytes(loaded.blocks, loaded.kernel->cluster, params.T, params.H, params.N, has_offsets);
+    if (needed > 0 && (call.workspace == 0 || call.workspace_bytes < needed)) {
         throw std::runtime_error("flash_kda: this call needs " + std::to_string(needed) + " bytes of workspace, got " +
                                  std::to_string(call.workspace == 0 ? 0 : call.workspace_bytes));
+    }
+    params.pairing = FLASH_KDA_PAIRING;
+    if (plan.segments == 1) {
+        if (needed > 0) {
+            params.handoff_states = reinterpret_cast<float*>(call.workspace);
+            params.handoff_flags = reinterpret_cast<unsigned long long*>(call.workspace + handoff_flags_offset(loaded.blocks));
+            params.handoff_ticket = next_ticket();
+        }
+        launch(Pass::kWhole, items);
+        return;
     }
     params.boundary_states = reinterpret_cast<float*>(call.workspace);
     params.transitions = params.boundary_states + needed / sizeof(float) / 2;
@@ -97,9 +123,11 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     params.segment_tokens = plan.segment_tokens;
     launch(Pass::kSummaries, items * (2 * plan.segments - 3));
     void* arguments[] = {&params};
-    driver.check(driver.launch(loaded.combine, kCombineBlocks, static_cast<unsigned>(params.H), static_cast<unsigned>(params.N), kCombineThreads, 1,
-                               1, 0, reinterpret_cast<CUstream>(stream), arguments, nullptr),
-                 "launching the kernel that chains segments");
+    CUlaunchConfig combine = {};
+    combine.gridDimX = kCombineBlocks, combine.gridDimY = params.H, combine.gridDimZ = params.N;
+    combine.blockDimX = kCombineThreads, combine.blockDimY = 1, combine.blockDimZ = 1;
+    combine.hStream = on;
+    driver.check(driver.launch(&combine, loaded.combine, arguments, nullptr), "launching the kernel that chains segments");
     launch(Pass::kSegments, items * plan.segments);
 }
 

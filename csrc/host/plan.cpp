@@ -6,7 +6,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/common/params.h"
+#include "kernels/common/ring.h"
+#include "kernels/common/schedule.h"
 
 namespace flash_kda {
 namespace {
@@ -34,9 +35,21 @@ Plan plan_segments(int sm_count, int T, int H, int N, bool has_offsets) {
     return {static_cast<int>((T + tokens - 1) / tokens), static_cast<int>(tokens)};
 }
 
-std::size_t workspace_bytes(const Plan& plan, int H, int N) {
+std::size_t segment_bytes(const Plan& plan, int H, int N) {
     if (plan.segments == 1) return 0;
     return std::size_t{2} * N * plan.segments * H * kHeadDim * kHeadDim * sizeof(float);
+}
+
+std::size_t handoff_flags_offset(int blocks) {
+    return static_cast<std::size_t>(blocks + 1) * kHeadDim * kHeadDim * sizeof(float);
+}
+
+std::size_t handoff_bytes(int blocks, int cluster, int T, int H, int N, bool has_offsets) {
+    const long long fewest_teams = blocks / cluster, items = static_cast<long long>(N) * H;
+    const long long chunks = (T + kChunkTokens - 1) / kChunkTokens;
+    const long long most = (has_offsets ? chunks + N : chunks * N) + static_cast<long long>(N) * kItemCost;  // of one head, with what items cost
+    if (items <= fewest_teams || most * H < fewest_teams * (kLeastShare - 1)) return 0;
+    return handoff_flags_offset(blocks) + static_cast<std::size_t>(blocks + 1) * kScanWarps * sizeof(unsigned long long);
 }
 
 }  // namespace flash_kda

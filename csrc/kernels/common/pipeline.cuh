@@ -1,106 +1,22 @@
-// What every forward kernel shares: a block's items, the ring of slots, and the roles that feed and drain it. The roles run ahead of one
-// another as far as the ring lets them, also from one item into the next.
+// What every forward kernel shares: the ring of slots, and the roles that feed and drain it. The roles run ahead of one another as far as the ring
+// lets them, also from one item into the next.
 //
 // A slot goes: full (tiles have landed) -> ready (prepared) -> done (consumed, O written over V) -> stored, loaded again.
 // Prepare warps take chunks round robin; one warp moves data; what scans the state is each kernel's own.
+//
+// Two blocks of a cluster can work as one, so that one head's scan runs on two multiprocessors: each block scans 64 rows of V and prepares every
+// other chunk for both. It loads k, q and g of its own chunks and its half of v of all of them; a prepared slot is copied to the other block, whose `ready`
+// barrier counts the bytes. A slot is loaded again when it is done in both blocks: then the other block has its copy, and has room for the next.
 #pragma once
 
 #include "kernels/common/prepare.cuh"
-#include "kernels/common/ring.h"
+#include "kernels/common/schedule.cuh"
 
 namespace flash_kda {
 
+// Box: one 64-channel panel x 16 tokens; of g, two panels.
 struct Maps {
-    TensorMap q, k;     // box: one 64-channel panel x 16 tokens
-    TensorMap v, g, o;  // box: two panels x 16 tokens
-};
-
-// One sequence of one head, or a segment of one: what a block works through from an initial to a final state.
-struct Item {
-    int sequence, head;
-    int batch;  // row of [B, T]
-    int first;  // first token in that row
-    int tokens;
-    int segment = 0;
-    bool transition = false;  // find P: start from the identity, v = 0
-    __device__ __forceinline__ int count() const { return (tokens + kChunkTokens - 1) / kChunkTokens; }
-    __device__ __forceinline__ int valid(int chunk) const { return min(kChunkTokens, tokens - chunk * kChunkTokens); }
-};
-
-// The host cannot look at the offsets without waiting for the device: bad ones are kept inside the tensors here.
-__device__ __forceinline__ int2 sequence_bounds(const ForwardParams& p, int sequence) {
-    long long first, last;
-    if (p.cu_seqlens_is_int64) {
-        const auto* offsets = static_cast<const long long*>(p.cu_seqlens);
-        first = offsets[sequence], last = offsets[sequence + 1];
-    } else {
-        const auto* offsets = static_cast<const int*>(p.cu_seqlens);
-        first = offsets[sequence], last = offsets[sequence + 1];
-    }
-    const long long T = p.T;
-    first = min(max(first, 0ll), T);
-    last = min(max(last, first), T);
-    return {static_cast<int>(first), static_cast<int>(last)};
-}
-
-__device__ __forceinline__ int item_count(const ForwardParams& p) {
-    return p.N * p.H * (p.pass == Pass::kWhole ? 1 : p.pass == Pass::kSegments ? p.segments : 2 * p.segments - 3);
-}
-
-// Item number `index` of a launch over segments. The sequences are batch rows, or there is one.
-__device__ __forceinline__ Item find_segment(const ForwardParams& p, int index) {
-    const int parts = item_count(p) / p.N, sequence = index / parts, part = index % parts / p.H;
-    // Summaries: the first segment's state, then B and P of each further one.
-    const bool summaries = p.pass == Pass::kSummaries;
-    const int segment = summaries ? (part + 1) / 2 : part;
-    const int2 bounds = p.cu_seqlens == nullptr ? int2{0, p.T} : sequence_bounds(p, sequence);
-    // In 64 bits for T near 2^31.
-    const int first = static_cast<int>(min(bounds.x + static_cast<long long>(segment) * p.segment_tokens, static_cast<long long>(bounds.y)));
-    const int last = segment == p.segments - 1 ? bounds.y : min(bounds.y - first, p.segment_tokens) + first;
-    return {sequence,
-            index % p.H,
-            p.cu_seqlens == nullptr ? sequence : 0,
-            uniform(first),
-            uniform(last - first),
-            segment,
-            summaries && segment > 0 && part % 2 == 0};
-}
-
-// Item number `index`, found by a whole warp. Up to 32 sequences are ordered by length, the longest first, so that what is left for the last
-// blocks is short; more keep their order.
-__device__ __forceinline__ Item find_item(const ForwardParams& p, int index, int lane) {
-    if (p.pass != Pass::kWhole) return find_segment(p, index);
-    const int place = index / p.H, head = index % p.H;
-    if (p.cu_seqlens == nullptr) return {place, head, place, 0, p.T};
-    if (p.N > 32) {
-        const int2 bounds = sequence_bounds(p, place);
-        return {place, head, 0, uniform(bounds.x), uniform(bounds.y - bounds.x)};
-    }
-    const int2 bounds = lane < p.N ? sequence_bounds(p, lane) : int2{0, 0};
-    const int tokens = bounds.y - bounds.x;
-    int rank = 0;
-    for (int other = 0; other < p.N; ++other) {
-        const int its = __shfl_sync(~0u, tokens, other);
-        rank += its > tokens || (its == tokens && other < lane);
-    }
-    const int sequence = __ffs(__ballot_sync(~0u, lane < p.N && rank == place)) - 1;
-    return {sequence, head, 0, __shfl_sync(~0u, bounds.x, sequence), __shfl_sync(~0u, tokens, sequence)};
-}
-
-// The numbers of a block's items: every grid-th, each round in the other direction than the one before, which evens out lengths that fall.
-struct ItemNumbers {
-    int round = 0;
-
-    // The next one, or -1.
-    __device__ __forceinline__ int next(const ForwardParams& p) {
-        const int grid = gridDim.x, block = blockIdx.x, total = item_count(p);
-        while (round * grid < total) {
-            const int item = round * grid + (round % 2 == 0 ? block : grid - 1 - block);
-            ++round;
-            if (item < total) return item;
-        }
-        return -1;
-    }
+    TensorMap q, k, v, g, o;
 };
 
 // A place in the ring: the slot of one chunk and its barriers.
@@ -114,68 +30,103 @@ struct Place {
     __device__ __forceinline__ uint32_t full() const { return base + Config::kBarrierOffset + stage * 8; }
     __device__ __forceinline__ uint32_t ready() const { return full() + Config::kStages * 8; }
     __device__ __forceinline__ uint32_t done() const { return full() + 2 * Config::kStages * 8; }
-    __device__ __forceinline__ uint32_t collinear() const { return base + Config::kFlagOffset + stage * 4; }
-    // `chunks` onward, at most one turn.
+    __device__ __forceinline__ uint32_t released() const { return full() + 3 * Config::kStages * 8; }  // done in the other block of the pair
+    __device__ __forceinline__ uint32_t flags() const { return base + Config::kFlagOffset + stage * kFlagBytes; }
+    // `chunks` onward, at most two turns.
     __device__ __forceinline__ void advance(int chunks = 1) {
         stage += chunks;
         if (stage >= Config::kStages) stage -= Config::kStages, phase ^= 1;
+        if (chunks > Config::kStages && stage >= Config::kStages) stage -= Config::kStages, phase ^= 1;
     }
+};
+
+// A slot's flags: whether keys are near-equal (prepare.cuh), and how many of its last tokens have no v: they lie past the end, or v is zero.
+namespace flag {
+inline constexpr uint32_t kCollinear = 1;
+inline constexpr int kMissingShift = 1;
+}  // namespace flag
+
+// What a block knows of itself.
+template <class Config>
+struct Block {
+    uint32_t base;  // shared memory, 1024-byte aligned
+    int warp, lane;
+
+    // Ends with a barrier across the team.
+    __device__ __forceinline__ explicit Block(const ForwardParams& p);
+    __device__ __forceinline__ Team team() const { return Config::kPairs ? load_team(base + Config::kScheduleOffset) : Team{0, 0, false}; }
+    __device__ __forceinline__ Walk items() const { return Walk(uniform(load_u32(base + Config::kScheduleOffset + share::kFirst))); }
+    __device__ __forceinline__ bool next_item(const ForwardParams& p, Walk& walk, Item& item) const {
+        return walk.next(p, base + Config::kScheduleOffset, item);
+    }
+    __device__ __forceinline__ Place<Config> first_place() const { return {base, 0, 0}; }
 };
 
 // ---- move ----------------------------------------------------------------------------------------------------------------------------
 
+// `own`: whether this block prepares the chunk.
 template <class Config>
-__device__ __forceinline__ void load_chunk(const Maps& maps, const Place<Config>& place, const Item& item, int chunk) {
+__device__ __forceinline__ void load_chunk(const Maps& maps, const Place<Config>& place, const Item& item, int chunk, bool own,
+                                           const Team& team) {
     const uint32_t slot = place.slot();
     const int token = item.first + chunk * kChunkTokens;
-    auto* full = reinterpret_cast<uint64_t*>(shared_pointer(place.full()));
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    barrier_expect_bytes(place.full(), slot::kLoadBytes);
+    const int value_bytes = team.pair ? slot::kPanelBytes : 2 * slot::kPanelBytes;
+    const uint32_t barrier = own ? place.full() : place.ready();
+    barrier_expect_bytes(barrier, value_bytes + (own ? slot::kKeyQueryGateBytes : slot::kSharedBytes + kFlagBytes));
+    auto* landed = reinterpret_cast<uint64_t*>(shared_pointer(barrier));
     using Load = cute::SM90_TMA_LOAD_5D;
     // Coordinates: channel in panel, token, panel, head, batch row.
-    for (int panel = 0; panel < 2; ++panel) {
-        const uint32_t at = slot + panel * slot::kKeyQueryPanelStride;
-        Load::copy(&maps.k, full, kHint, shared_pointer(at + slot::kKey), 0, token, panel, item.head, item.batch);
-        Load::copy(&maps.q, full, kHint, shared_pointer(at + slot::kQuery), 0, token, panel, item.head, item.batch);
+    if (own) {
+        for (int panel = 0; panel < 2; ++panel) {
+            const uint32_t at = slot + panel * slot::kKeyQueryPanelStride;
+            Load::copy(&maps.k, landed, kHint, shared_pointer(at + slot::kKey), 0, token, panel, item.head, item.batch);
+            Load::copy(&maps.q, landed, kHint, shared_pointer(at + slot::kQuery), 0, token, panel, item.head, item.batch);
+        }
+        Load::copy(&maps.g, landed, kHint, shared_pointer(slot + slot::kGate), 0, token, 0, item.head, item.batch);
     }
-    Load::copy(&maps.g, full, kHint, shared_pointer(slot + slot::kGate), 0, token, 0, item.head, item.batch);
-    Load::copy(&maps.v, full, kHint, shared_pointer(slot + slot::kValue), 0, token, 0, item.head, item.batch);
+    Load::copy(&maps.v, landed, kHint, shared_pointer(slot + slot::kValue), 0, token, team.rank, item.head, item.batch);
+    if (!team.pair) Load::copy(&maps.v, landed, kHint, shared_pointer(slot + slot::kValue + slot::kPanelStride), 0, token, 1, item.head, item.batch);
 }
 
 // Loads a block's chunks one after the other, through all its items.
 template <class Config>
 struct Loader {
-    ItemNumbers numbers;
+    const Team team;
+    Walk walk;
     Place<Config> place;
     Item item = {};
     int chunk = 0, count = 0;
+    bool own;  // of a pair, the blocks take turns
 
-    __device__ __forceinline__ Loader(const ForwardParams& p, uint32_t base, int lane) : place{base, 0, 0} { find(p, lane); }
+    __device__ __forceinline__ Loader(const ForwardParams& p, const Block<Config>& block)
+        : team(block.team()), walk(block.items()), place(block.first_place()), own(team.rank == 0) {
+        find(p, block);
+    }
     __device__ __forceinline__ bool finished() const { return chunk == count; }
     // By a whole warp, of which one lane is elected.
-    __device__ __forceinline__ void load_next(const ForwardParams& p, const Maps& maps, bool elected, int lane) {
-        if (elected) load_chunk(maps, place, item, chunk);
+    __device__ __forceinline__ void load_next(const ForwardParams& p, const Maps& maps, bool elected, const Block<Config>& block) {
+        if (team.pair) barrier_wait(place.released(), place.phase ^ 1);  // passes in the first turn
+        if (elected) load_chunk(maps, place, item, chunk, own, team);
+        if (team.pair) own = !own;
         place.advance();
-        if (++chunk == count) find(p, lane);
+        if (++chunk == count) find(p, block);
     }
 
    private:
     // The next item that has a chunk.
-    __device__ __forceinline__ void find(const ForwardParams& p, int lane) {
+    __device__ __forceinline__ void find(const ForwardParams& p, const Block<Config>& block) {
         chunk = count = 0;
-        for (int number = numbers.next(p); count == 0 && number >= 0; number = count == 0 ? numbers.next(p) : -1) {
-            item = find_item(p, number, lane);
-            count = item.count();
-        }
+        while (count == 0 && block.next_item(p, walk, item)) count = item.count();
     }
 };
 
-// The last chunk of a sequence that is no multiple of 16: its missing rows belong to a neighbour.
-__device__ __forceinline__ void store_tail(const ForwardParams& p, uint32_t out, const Item& item, int chunk, int lane) {
-    const int part = lane & 15;  // 16 bytes of a 256-byte row
-    char* row0 = static_cast<char*>(p.out) +
+// The last chunk of a sequence that is no multiple of 16: its missing rows belong to a neighbour. O lies in `panels` panels, of 8 x 16 bytes a row.
+__device__ __forceinline__ void store_tail(const ForwardParams& p, uint32_t out, const Item& item, int chunk, int first_panel, int panels, int lane) {
+    const int parts = panels * 8, part = lane & (parts - 1), rows = 32 / parts;
+    char* row0 = static_cast<char*>(p.out) + first_panel * slot::kPanelChannels * 2 +
                  2 * (item.batch * p.out_strides.batch + (item.first + chunk * kChunkTokens) * p.out_strides.token + item.head * p.out_strides.head);
-    for (int row = lane >> 4; row < item.valid(chunk); row += 2) {
+    for (int row = lane / parts; row < item.valid(chunk); row += rows) {
         const float4 x = load_float4(out + (part >> 3) * slot::kPanelStride + row * 128 + (((part & 7) ^ (row & 7)) << 4));
         *reinterpret_cast<float4*>(row0 + 2 * row * p.out_strides.token + part * 16) = x;
     }
@@ -184,27 +135,32 @@ __device__ __forceinline__ void store_tail(const ForwardParams& p, uint32_t out,
 }
 
 template <class Config>
-__device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, uint32_t base, int lane) {
+__device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, const Block<Config>& block) {
     const bool elected = cute::elect_one_sync();
-    Loader<Config> loader(p, base, lane);
-    for (int stage = 0; stage < Config::kStages && !loader.finished(); ++stage) loader.load_next(p, maps, elected, lane);
+    Loader<Config> loader(p, block);
+    const Team team = loader.team;
+    for (int stage = 0; stage < Config::kStages && !loader.finished(); ++stage) loader.load_next(p, maps, elected, block);
 
-    Place<Config> place{base, 0, 0};
+    Place<Config> place = block.first_place();
     bool slot_before = false;
-    ItemNumbers numbers;
-    for (int number = numbers.next(p); number >= 0; number = numbers.next(p)) {
-        const Item item = find_item(p, number, lane);
+    Walk walk = block.items();
+    for (Item item; block.next_item(p, walk, item);) {
         const int count = item.count();
         for (int chunk = 0; chunk < count; ++chunk, place.advance()) {
             barrier_wait(place.done(), place.phase);
+            if (team.pair && elected) barrier_arrive_in_block(place.released(), team.rank ^ 1);
             const uint32_t out = place.slot() + slot::kOut;
             const bool whole = item.valid(chunk) == kChunkTokens;
+            const int panels = team.pair ? 1 : 2;
             if (p.pass == Pass::kSummaries) {
                 // no output
             } else if (!whole) {
-                store_tail(p, out, item, chunk, lane);
+                store_tail(p, out, item, chunk, team.rank, panels, block.lane);
             } else if (elected) {
-                cute::SM90_TMA_STORE_5D::copy(&maps.o, shared_pointer(out), 0, item.first + chunk * kChunkTokens, 0, item.head, item.batch);
+                for (int panel = 0; panel < panels; ++panel) {
+                    cute::SM90_TMA_STORE_5D::copy(&maps.o, shared_pointer(out + panel * slot::kPanelStride), 0, item.first + chunk * kChunkTokens,
+                                                  team.rank + panel, item.head, item.batch);
+                }
                 cute::tma_store_arrive();
             }
             // The slot before this one can be loaded again once at most the store just issued still reads shared memory.
@@ -216,7 +172,7 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, u
                         cute::tma_store_wait<0>();
                     }
                 }
-                loader.load_next(p, maps, elected, lane);
+                loader.load_next(p, maps, elected, block);
             }
             slot_before = true;
         }
@@ -227,14 +183,17 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, u
 // ---- prepare -------------------------------------------------------------------------------------------------------------------------
 
 template <class Config>
-__device__ __forceinline__ void prepare(const ForwardParams& p, uint32_t base, int warp, int lane) {
-    const uint32_t scratch = base + Config::kScratchOffset + warp * kScratchBytes, bias = scratch + kBiasOffset;
-    Place<Config> place{base, 0, 0};
-    place.advance(warp);
-    int mine = warp;  // this warp's next chunk, counted from the item's first
-    ItemNumbers numbers;
-    for (int number = numbers.next(p); number >= 0; number = numbers.next(p)) {
-        const Item item = find_item(p, number, lane);
+__device__ __forceinline__ void prepare(const ForwardParams& p, const Block<Config>& block, int warp) {
+    const int lane = block.lane;
+    const Team team = block.team();
+    const uint32_t scratch = block.base + Config::kScratchOffset + warp * kScratchBytes, bias = scratch + kBiasOffset;
+    // This warp's next chunk, counted from the item's first, and how many there are from one to the next.
+    int mine = team.pair ? 2 * warp + team.rank : warp;
+    const int round = team.pair ? 2 * Config::kPrepareWarps : Config::kPrepareWarps;
+    Place<Config> place = block.first_place();
+    place.advance(mine);
+    Walk walk = block.items();
+    for (Item item; block.next_item(p, walk, item);) {
         const int count = item.count();
         if (mine < count) {
             const GateConstants gate = gate_constants(p, item.head);
@@ -248,19 +207,25 @@ __device__ __forceinline__ void prepare(const ForwardParams& p, uint32_t base, i
                 return static_cast<const unsigned short*>(p.beta)[at];
             };
             uint32_t next_logit = load_logit(mine);
-            for (; mine < count; mine += Config::kPrepareWarps, place.advance(Config::kPrepareWarps)) {
+            for (; mine < count; mine += round, place.advance(round)) {
                 const int valid = item.valid(mine);
                 const float logit = bf16_low(next_logit);
-                next_logit = load_logit(mine + Config::kPrepareWarps);
+                next_logit = load_logit(mine + round);
                 const float beta = lane < valid ? reciprocal_approx(1.f + exp2_approx(-kLog2E * logit)) : 0.f;
                 barrier_wait(place.full(), place.phase);
-                if (item.transition) clear_values(place.slot(), lane);
                 const bool collinear = prepare_chunk(place.slot(), scratch, bias, gate, p.scale, beta, valid, lane);
-                store_u32(place.collinear(), collinear);
-                // These generic writes precede the copy engine's next writes to the slot, and wgmma's reads of it.
+                const uint32_t missing = item.transition ? kChunkTokens : kChunkTokens - valid;
+                store_u32(place.flags(), missing << flag::kMissingShift | (collinear ? flag::kCollinear : 0u));
+                // These generic writes precede the copy engine's reads and its next writes to the slot, and wgmma's reads of it.
                 cutlass::arch::fence_view_async_shared();
                 __syncwarp();
-                if (cute::elect_one_sync()) barrier_arrive(place.ready());
+                if (cute::elect_one_sync()) {
+                    barrier_arrive(place.ready());
+                    if (team.pair) {
+                        copy_to_block(place.slot(), slot::kSharedBytes, place.ready(), team.rank ^ 1);
+                        copy_to_block(place.flags(), kFlagBytes, place.ready(), team.rank ^ 1);
+                    }
+                }
             }
         }
         mine -= count;
@@ -274,6 +239,7 @@ struct StatePlace {
     const void* base = nullptr;  // null: nowhere
     int number = 0;              // of the state, from base
     bool fp32 = true;
+    bool handoff = false;  // to another team, which waits for it
 };
 
 __device__ __forceinline__ int boundary_number(const ForwardParams& p, const Item& item, int segment) {
@@ -281,6 +247,7 @@ __device__ __forceinline__ int boundary_number(const ForwardParams& p, const Ite
 }
 
 __device__ __forceinline__ StatePlace initial_place(const ForwardParams& p, const Item& item) {
+    if (item.taken_over >= 0) return {p.handoff_states, item.taken_over, true};
     // Segments read the caller's initial state from where the summaries put it: another block may have stored the final one over it by now.
     if (p.pass == Pass::kSegments) return {p.boundary_states, boundary_number(p, item, item.segment), true};
     if (item.segment > 0) return {};
@@ -299,58 +266,92 @@ __device__ __forceinline__ StatePlace final_place(const ForwardParams& p, const 
         return {p.boundary_states, boundary_number(p, item, item.segment + 1), true};
     }
     if (p.pass == Pass::kSegments && item.segment != p.segments - 1) return {};
+    if (item.handed_on >= 0) return {p.handoff_states, item.handed_on, true, true};
     return {p.final_state, item.sequence * p.H + item.head, p.final_is_fp32 != 0};
 }
 
-// A scan warp's place for the final state, kept in shared memory meanwhile: its loop has no register to spare.
+// What a scan warp needs again after an item's last chunk, kept in shared memory meanwhile: its loop has no register to spare.
+struct Kept {
+    StatePlace final;
+    Walk walk;
+};
+
 template <class Config>
-__device__ __forceinline__ uint32_t keep_place(uint32_t base, int warp, const StatePlace& place) {
-    const uint32_t at = base + Config::kStateOffset + warp * 16;
-    const auto bits = reinterpret_cast<uint64_t>(place.base);
-    const uint32_t words[4] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32), static_cast<uint32_t>(place.number), place.fp32};
+__device__ __forceinline__ void keep(const Block<Config>& block, const StatePlace& final, const Walk& walk) {
+    const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes;
+    const auto bits = reinterpret_cast<uint64_t>(final.base);
+    const uint32_t words[4] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32), static_cast<uint32_t>(final.number),
+                               static_cast<uint32_t>(final.fp32) | static_cast<uint32_t>(final.handoff) << 1};
     store_u32x4(at, words);
+    store_u32(at + 16, walk.number);
     __syncwarp();
-    return at;
 }
 
-__device__ __forceinline__ StatePlace kept_place(uint32_t at) {
+template <class Config>
+__device__ __forceinline__ Kept kept(const Block<Config>& block) {
+    const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes;
     const uint64_t bits = load_u32(at) | static_cast<uint64_t>(load_u32(at + 4)) << 32;
-    return {reinterpret_cast<const void*>(bits), static_cast<int>(load_u32(at + 8)), load_u32(at + 12) != 0};
+    const uint32_t flags = uniform(load_u32(at + 12));
+    Kept kept = {{reinterpret_cast<const void*>(bits), static_cast<int>(load_u32(at + 8)), (flags & 1) != 0, (flags & 2) != 0},
+                 Walk(uniform(load_u32(at + 16)))};
+    __syncwarp();
+    return kept;
+}
+
+// Which 16 rows of V this scan warp holds.
+template <class Config>
+__device__ __forceinline__ int scan_rows(const Block<Config>& block) {
+    return uniform(threadIdx.x / 32) + block.team().rank * (kScanWarps / 2);
+}
+
+// By a whole warp: for the state at a boundary, and that it is there. The flag is cleared once seen: a replayed graph comes with the same ticket.
+__device__ __forceinline__ void wait_for_handoff(const ForwardParams& p, int boundary, int rows, int lane) {
+    unsigned long long* flag = p.handoff_flags + boundary * kScanWarps + rows;
+    while (!__all_sync(~0u, observe(flag) == p.handoff_ticket)) __nanosleep(64);
+    publish(flag, 0, lane == 0);
+}
+
+__device__ __forceinline__ void announce_handoff(const ForwardParams& p, int boundary, int rows, int lane) {
+    publish(p.handoff_flags + boundary * kScanWarps + rows, p.handoff_ticket, lane == 0);
 }
 
 // ---- block ---------------------------------------------------------------------------------------------------------------------------
 
-// What comes before the roles part: addresses and barriers. Ends with a block-wide barrier.
 template <class Config>
-struct Block {
-    uint32_t base;  // shared memory, 1024-byte aligned
-    int warp, lane;
-
-    __device__ __forceinline__ Block() {
-        extern __shared__ char dynamic_shared[];
-        const uint32_t unaligned = cute::cast_smem_ptr_to_uint(dynamic_shared);
-        base = (unaligned + slot::kAlignment - 1) & ~(slot::kAlignment - 1);
-        warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-        if (threadIdx.x == 0) {
-            for (Place<Config> place{base, 0, 0}; place.phase == 0; place.advance()) {
-                barrier_init(place.full(), 1);
-                barrier_init(place.ready(), 1);
-                barrier_init(place.done(), kScanWarps);
-            }
-            cutlass::arch::fence_barrier_init();
+__device__ __forceinline__ Block<Config>::Block(const ForwardParams& p) {
+    extern __shared__ char dynamic_shared[];
+    const uint32_t unaligned = cute::cast_smem_ptr_to_uint(dynamic_shared);
+    base = (unaligned + slot::kAlignment - 1) & ~(slot::kAlignment - 1);
+    warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    find_share<Config>(p, base + Config::kScheduleOffset);
+    if (threadIdx.x == 0) {
+        for (Place<Config> place = first_place(); place.phase == 0; place.advance()) {
+            barrier_init(place.full(), 1);
+            barrier_init(place.ready(), 1);
+            barrier_init(place.done(), team().pair ? kScanWarps / 2 : kScanWarps);
+            barrier_init(place.released(), 1);
         }
-        __syncthreads();
+        cutlass::arch::fence_barrier_init();
     }
+    __syncthreads();
+    if constexpr (Config::kPairs) cute::cluster_sync();
+}
 
-    // The roles of the warps after the scan warps.
-    __device__ __forceinline__ void feed(const ForwardParams& p, const Maps& maps) const {
-        const int helper = warp - kScanWarps;
-        if (helper < Config::kPrepareWarps) {
-            prepare<Config>(p, base, helper, lane);
-        } else if (helper == Config::kPrepareWarps) {
-            move<Config>(p, maps, base, lane);
-        }
+// The roles of the warps after the scan warps.
+template <class Config>
+__device__ __forceinline__ void feed(const ForwardParams& p, const Maps& maps, const Block<Config>& block) {
+    const int helper = block.warp - kScanWarps;
+    if (helper < Config::kPrepareWarps) {
+        prepare(p, block, helper);
+    } else if (helper == Config::kPrepareWarps) {
+        move(p, maps, block);
     }
-};
+}
+
+// The end of a kernel, for all threads: a block of a pair must not leave while the other may still write to it.
+template <class Config>
+__device__ __forceinline__ void leave(const Block<Config>&) {
+    if constexpr (Config::kPairs) cute::cluster_sync();
+}
 
 }  // namespace flash_kda

@@ -94,17 +94,27 @@ __device__ __forceinline__ uint32_t value_offset(int warp, int lane) {
     return (warp >> 2) * slot::kPanelStride + row * 128 + ((((warp & 3) * 2 + ((lane >> 3) & 1)) ^ (row & 7)) << 4);
 }
 
-// Offset in elements of a scan warp's first pair of this lane, in state number `state` = sequence * H + head. Computed anew at each use: two
-// registers are too many to hold on to meanwhile.
-__device__ __forceinline__ long long state_pair_index(int state, int warp, int lane) {
-    asm volatile("" : "+r"(state), "+r"(lane), "+r"(warp));
-    return static_cast<long long>(state) * kHeadDim * kHeadDim + (warp * 16 + (lane >> 2)) * kHeadDim + 2 * (lane & 3);
+// Zeros the last `missing` tokens of a fragment of V^T.
+__device__ __forceinline__ void clear_missing(uint32_t (&v)[4], int missing, int lane) {
+    const int first = kChunkTokens - missing - 2 * (lane & 3);  // the first one missing, counted from this lane's own
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        const int left = first - 8 * (r >> 1);
+        v[r] &= left <= 0 ? 0u : left == 1 ? 0xffffu : ~0u;
+    }
 }
 
-// The state at a place; from nowhere, zero or, for a transition, the identity.
-__device__ __forceinline__ void start_state(State& s, const StatePlace& place, bool identity, int warp, int lane) {
+// Offset in elements of a scan warp's first pair of this lane, in state number `state` = sequence * H + head. Computed anew at each use: two
+// registers are too many to hold on to meanwhile.
+__device__ __forceinline__ long long state_pair_index(int state, int rows, int lane) {
+    asm volatile("" : "+r"(state), "+r"(lane), "+r"(rows));
+    return static_cast<long long>(state) * kHeadDim * kHeadDim + (rows * 16 + (lane >> 2)) * kHeadDim + 2 * (lane & 3);
+}
+
+// 16 rows of V of the state at a place; from nowhere, zero or, for a transition, the identity.
+__device__ __forceinline__ void start_state(State& s, const StatePlace& place, bool identity, int rows, int lane) {
     if (place.base == nullptr || identity) {
-        const int column = identity ? warp * 16 + (lane >> 2) - 2 * (lane & 3) : -1;  // of this lane's first 1 in row g, less its own column offset
+        const int column = identity ? rows * 16 + (lane >> 2) - 2 * (lane & 3) : -1;  // of this lane's first 1 in row g, less its own column offset
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
 #pragma unroll
@@ -112,7 +122,7 @@ __device__ __forceinline__ void start_state(State& s, const StatePlace& place, b
         }
         return;
     }
-    const long long index = state_pair_index(place.number, warp, lane);
+    const long long index = state_pair_index(place.number, rows, lane);
     if (place.fp32) {
         load_state<true>(s, place.base, index);
     } else {
@@ -120,8 +130,8 @@ __device__ __forceinline__ void start_state(State& s, const StatePlace& place, b
     }
 }
 
-__device__ __forceinline__ void save_state(const State& s, const StatePlace& place, int warp, int lane) {
-    if (place.base != nullptr) store_state(s, const_cast<void*>(place.base), place.fp32, state_pair_index(place.number, warp, lane));
+__device__ __forceinline__ void save_state(const State& s, const StatePlace& place, int rows, int lane) {
+    if (place.base != nullptr) store_state(s, const_cast<void*>(place.base), place.fp32, state_pair_index(place.number, rows, lane));
 }
 
 }  // namespace flash_kda

@@ -2,7 +2,7 @@
 //
 // Math: kernel notes, "chunked form". Per 16-token chunk, with the state S [V, K] in fp32 registers:
 //     P = S [K~ ; Q~]^T      D = V^T - P_k      U = D T^T      O = P_q + U scores^T      S <- S A_C + U K-
-// Grid: one block per SM at most; each takes (sequence, head) items in turn, the longest first (pipeline.cuh).
+// Grid: one block per SM at most; each works through its share of the items (schedule.cuh).
 // Roles: warps 0-7 scan (each holds 16 rows of V of the state for a whole sequence); the next warps prepare, one chunk each, round robin;
 // the last warp moves data (TMA loads into a slot, TMA stores of O out of it).
 // Shared memory (config.h): slots (slot.h), scratch of each prepare warp, barriers, a flag per slot.
@@ -20,14 +20,15 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
     const int warp = block.warp, lane = block.lane;
     const uint32_t fragment = fragment_offset(lane);
     const uint32_t v_offset = value_offset(warp, lane);
-    Place<Config> place{block.base, 0, 0};
-    ItemNumbers numbers;
-    for (int number = numbers.next(p); number >= 0; number = numbers.next(p)) {
-        const Item item = find_item(p, number, lane);
-        const uint32_t final_at = keep_place<Config>(block.base, warp, final_place(p, item));
+    Place<Config> place = block.first_place();
+    Walk walk = block.items();
+    for (Item item; block.next_item(p, walk, item);) {
+        keep(block, final_place(p, item), walk);
         State s;
-        start_state(s, initial_place(p, item), item.transition, warp, lane);
-        save_state(s, copy_place(p, item), warp, lane);
+        const int rows = scan_rows(block);
+        if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, rows, lane);
+        start_state(s, initial_place(p, item), item.transition, rows, lane);
+        save_state(s, copy_place(p, item), rows, lane);
         for (int left = item.count(); left > 0; --left, place.advance()) {
             const uint32_t slot = place.slot();
             barrier_wait(place.ready(), place.phase);
@@ -50,6 +51,9 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             load_matrices_transposed(v, slot + slot::kValue + v_offset);
             load_matrices(high, slot + slot::kTransformHigh + lane * 16);
             load_matrices(scores, slot + slot::kScores + lane * 16);
+            const uint32_t flags = load_u32(place.flags());
+            const bool collinear = (flags & flag::kCollinear) != 0;
+            if (flags > flag::kCollinear) clear_missing(v, flags >> flag::kMissingShift, lane);
             __syncwarp();  // all of V is read before O is written over it
             float d[2][4], u[2][4] = {};
 #pragma unroll
@@ -63,7 +67,6 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             uint32_t d_fragment[4], u_fragment[4];
             pack_fragment(d_fragment, d[0], d[1]);
             multiply_block_matrix(u, d_fragment, high);
-            const bool collinear = load_u32(place.collinear()) != 0;
             if (collinear) {
                 uint32_t low[4];
                 load_matrices(low, slot + slot::kTransformLow + lane * 16);
@@ -93,19 +96,22 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             __syncwarp();
             if (cute::elect_one_sync()) barrier_arrive(place.done());
         }
-        save_state(s, kept_place(final_at), warp, lane);
-        __syncwarp();
+        const auto [final, walk_on] = kept(block);
+        walk = walk_on;
+        save_state(s, final, scan_rows(block), lane);
+        if (final.handoff) announce_handoff(p, final.number, scan_rows(block), lane);
     }
 }
 
 template <class Config>
 __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
-    const Block<Config> block;
+    const Block<Config> block(p);
     if (block.warp < kScanWarps) {
         scan(p, block);
     } else {
-        block.feed(p, maps);
+        feed(p, maps, block);
     }
+    leave(block);
 }
 
 }  // namespace flash_kda::portable

@@ -2,9 +2,9 @@
 //
 // Math: as in portable/forward.cu. Per 16-token chunk, with the state S [V, K] in fp32 registers:
 //     P = S [K~ ; Q~]^T      D = V^T - P_k      U = D T^T      O = P_q + U scores^T      S <- S A_C + U K-
-// Grid: one block per SM at most; each takes (sequence, head) items in turn, the longest first (pipeline.cuh).
-// Roles: warpgroups 0 and 1 scan, 64 rows of V of the state each, for a whole sequence; in warpgroups 2 and 3 seven warps prepare, one chunk
-// each, round robin, and one moves data.
+// Grid: clusters of two blocks, one block per SM at most, which work through items (schedule.cuh) each by itself or as a pair (pipeline.cuh).
+// Roles: warpgroups 0 and 1 scan, 64 rows of V of the state each, for a whole sequence (in a pair, warpgroup 0 alone); in warpgroups 2 and 3 seven
+// warps prepare, one chunk each, round robin, and one moves data.
 // Shared memory (config.h): slots (slot.h), scratch of each prepare warp, barriers, a flag per slot.
 // Measured cost: docs/kernel-notes.md.
 
@@ -27,16 +27,18 @@ __device__ __forceinline__ void hand_over(uint32_t done) {
 
 __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
     const int warp = block.warp, lane = block.lane;
-    const uint32_t v_offset = value_offset(warp, lane);
+    uint32_t v_offset = value_offset(warp, lane);
+
     constexpr int kAhead = 4;  // blocks whose decays are fetched a chunk ahead
-    Place<Config> place{block.base, 0, 0};
-    ItemNumbers numbers;
-    for (int number = numbers.next(p); number >= 0; number = numbers.next(p)) {
-        const Item item = find_item(p, number, lane);
-        const uint32_t final_at = keep_place<Config>(block.base, warp, final_place(p, item));
+    Place<Config> place = block.first_place();
+    Walk walk = block.items();
+    for (Item item; block.next_item(p, walk, item);) {
+        keep(block, final_place(p, item), walk);
         State s;
-        start_state(s, initial_place(p, item), item.transition, warp, lane);
-        save_state(s, copy_place(p, item), warp, lane);
+        const int rows = scan_rows(block);
+        if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, rows, lane);
+        start_state(s, initial_place(p, item), item.transition, rows, lane);
+        save_state(s, copy_place(p, item), rows, lane);
 
         int left = item.count();
         float4 ahead[kAhead];
@@ -48,7 +50,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
         uint32_t done_before = 0;
         while (left > 0) {
             const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
-            const uint32_t collinear_at = place.collinear();
+            const uint32_t flags_at = place.flags();
 
             // P: columns are k's tokens 0-7, 8-15, then q's.
             uint32_t a[8][4];
@@ -75,7 +77,8 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             uint32_t v[4], high[4], scores[4];
             load_matrices_transposed(v, slot + slot::kValue + v_offset);
             load_matrices(high, slot + slot::kTransformHigh + lane * 16);
-            const bool collinear = load_u32(collinear_at) != 0;
+            const uint32_t flags = load_u32(flags_at);
+            const bool collinear = (flags & flag::kCollinear) != 0;
 #pragma unroll
             for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
             load_matrices(scores, slot + slot::kScores + lane * 16);
@@ -83,6 +86,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             pin(s);
             cute::warpgroup_wait<0>();
             pin(product);
+            if (flags > flag::kCollinear) clear_missing(v, flags >> flag::kMissingShift, threadIdx.x % 32);
 
             float d[2][4], u[2][4] = {}, out[2][4];
 #pragma unroll
@@ -127,8 +131,10 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(lane)));
         }
         if (done_before != 0) hand_over(done_before);
-        save_state(s, kept_place(final_at), warp, lane);
-        __syncwarp();
+        const auto [final, walk_on] = kept(block);
+        walk = walk_on;
+        save_state(s, final, scan_rows(block), lane);
+        if (final.handoff) announce_handoff(p, final.number, scan_rows(block), lane);
     }
 }
 
@@ -137,12 +143,13 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
 extern "C" __global__ void __launch_bounds__(flash_kda::sm90::Config::kThreads, 1)
     flash_kda_forward_sm90(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
     using namespace flash_kda;
-    const Block<sm90::Config> block;
+    const Block<sm90::Config> block(p);
     if (block.warp < kScanWarps) {
         cutlass::arch::warpgroup_reg_alloc<sm90::kScanRegisters>();
-        sm90::scan(p, block);
+        if (!block.team().pair || block.warp < kScanWarps / 2) sm90::scan(p, block);
     } else {
         cutlass::arch::warpgroup_reg_dealloc<sm90::kFeedRegisters>();
-        block.feed(p, maps);
+        feed(p, maps, block);
     }
+    leave(block);
 }
