@@ -20,12 +20,21 @@ namespace {
 using Strides = std::array<long long, 3>;
 
 // As flash_kda/checks.py hands them over: addresses, dtypes and counts.
-using Slots = std::tuple<std::uintptr_t, bool, int>;                              // of int64 (or int32) [N], rows of the pools
-using Intermediate = std::tuple<std::uintptr_t, bool, int>;                       // of fp32 (or bf16) states, how many
-using Checkpoints = std::tuple<std::uintptr_t, bool, int, std::uintptr_t, bool>;  // of fp32 (or bf16) states, a sequence's; of int64 offsets
+using Slots = std::tuple<std::uintptr_t, bool, int>;      // of int64 (or int32) indices; rows of the pools
+using Snapshots = std::tuple<std::uintptr_t, bool, int>;  // of fp32 (or bf16) states; how many
+using Checkpoints =
+    std::tuple<std::uintptr_t, bool, int, std::uintptr_t, bool>;  // of fp32 (or bf16) states; a sequence's; of int64 (or int32) offsets
 
-TokenStrides token_strides(const Strides& strides) {
-    return {strides[0], strides[1], strides[2]};
+TokenTensor tokens(std::uintptr_t data, const Strides& strides) {
+    return {reinterpret_cast<const void*>(data), {strides[0], strides[1], strides[2]}};
+}
+
+StateTensor states(std::uintptr_t data, long long row, bool is_fp32) {
+    return {reinterpret_cast<void*>(data), row, is_fp32};
+}
+
+IndexTensor integers(std::uintptr_t data, bool is_int64) {
+    return {reinterpret_cast<const void*>(data), is_int64};
 }
 
 py::dict describe(const EmbeddedCubin& cubin) {
@@ -63,37 +72,57 @@ void forward(int device, std::uintptr_t stream, std::uintptr_t q, std::uintptr_t
              std::uintptr_t dt_bias, std::uintptr_t initial_state, bool initial_is_fp32, long long initial_row, std::uintptr_t final_state,
              bool final_is_fp32, long long final_row, std::uintptr_t cu_seqlens, bool cu_is_int64, float scale, std::optional<float> lower_bound,
              bool g_is_fp32, bool beta_is_fp32, bool normalise, bool gate, bool sigmoid, bool twice, bool v_first, bool whole,
-             const std::optional<Slots>& slots, const std::optional<Intermediate>& intermediate, const std::optional<Checkpoints>& checkpoints,
+             const std::optional<Slots>& slots, const std::optional<Snapshots>& snapshots, const std::optional<Checkpoints>& checkpoints,
              std::uintptr_t workspace, std::size_t workspace_bytes) {
-    const bool usual = H == HV && (initial_row == HV * 16384ll || initial_state == 0) && (final_row == HV * 16384ll || final_state == 0) && A_log &&
-                       dt_bias && lower_bound && !g_is_fp32 && !beta_is_fp32 && normalise && gate && sigmoid && !twice && v_first && !slots &&
-                       !intermediate && !checkpoints;
-    if (!usual) throw std::runtime_error("flash_kda: the kernels of this build take only the first thirteen arguments, in their usual form");
     ForwardCall call = {};
-    call.q = {q, token_strides(q_strides)};
-    call.k = {k, token_strides(k_strides)};
-    call.v = {v, token_strides(v_strides)};
-    call.g = {g, token_strides(g_strides)};
-    call.beta = {beta, token_strides(beta_strides)};
-    call.out = {out, token_strides(out_strides)};
     call.B = B;
+    call.whole = whole;
     call.workspace = workspace;
     call.workspace_bytes = workspace_bytes;
     ForwardParams& params = call.params;
+    params.q = tokens(q, q_strides);
+    params.k = tokens(k, k_strides);
+    params.v = tokens(v, v_strides);
+    params.g = tokens(g, g_strides);
+    params.beta = tokens(beta, beta_strides);
+    params.out = tokens(out, out_strides);
     params.A_log = reinterpret_cast<const float*>(A_log);
     params.dt_bias = reinterpret_cast<const float*>(dt_bias);
-    params.initial_state = reinterpret_cast<const void*>(initial_state);
-    params.final_state = reinterpret_cast<void*>(final_state);
     params.cu_seqlens = reinterpret_cast<const void*>(cu_seqlens);
-    params.initial_is_fp32 = initial_is_fp32;
-    params.final_is_fp32 = final_is_fp32;
     params.cu_seqlens_is_int64 = cu_is_int64;
+    params.initial = states(initial_state, initial_row, initial_is_fp32);
+    params.final = states(final_state, final_row, final_is_fp32);
+    const long long row = static_cast<long long>(HV) * kHeadDim * kHeadDim;
+    if (slots) {
+        const auto& [indices, is_int64, rows] = *slots;
+        params.slots = integers(indices, is_int64);
+        params.pool_rows = rows;
+    }
+    if (snapshots) {
+        const auto& [data, is_fp32, rows] = *snapshots;
+        params.snapshots = states(data, row, is_fp32);
+        params.snapshot_rows = rows;
+    }
+    if (checkpoints) {
+        const auto& [data, is_fp32, each, offsets, is_int64] = *checkpoints;
+        params.checkpoints = states(data, row, is_fp32);
+        params.marks = integers(offsets, is_int64);
+        params.marks_each = each;
+    }
+    params.saves = snapshots || checkpoints;
+    params.key_first = !v_first;
+    params.gate = !gate ? Gate::kLogDecay : lower_bound ? Gate::kBounded : Gate::kUnbounded;
+    params.lower_bound = lower_bound.value_or(0.f);
+    params.g_is_fp32 = g_is_fp32;
+    params.normalise = normalise;
+    params.beta_is_fp32 = beta_is_fp32;
+    params.beta_is_logit = sigmoid;
+    params.beta_factor = twice ? 2.f : 1.f;
     params.T = T;
-    params.H = H;
+    params.H = HV;
+    params.group = H > 0 ? HV / H : 1;
     params.N = N;
     params.scale = scale;
-    params.lower_bound = *lower_bound;
-    call.whole = whole;
     py::gil_scoped_release release;
     launch_forward(device, stream, call);
 }
@@ -110,7 +139,7 @@ PYBIND11_MODULE(_native, m) {
     m.def("select", &selection, "index"_a,
           "What this device uses: dict unit, arch, sha256, size of the cubin, and kernel, its entry's name. RuntimeError with the reason if none "
           "fits.");
-    m.def("workspace_size", &forward_workspace, "device"_a, "T"_a, "H"_a, "N"_a, "has_offsets"_a,
+    m.def("workspace_size", &forward_workspace, "device"_a, "T"_a, "H"_a, "N"_a, "has_offsets"_a, "whole"_a,
           "Bytes of workspace that forward needs for N sequences of at most T tokens. RuntimeError if no kernel fits the device.");
     m.def("forward", &forward, "device"_a, "stream"_a, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "out"_a, "q_strides"_a, "k_strides"_a, "v_strides"_a,
           "g_strides"_a, "beta_strides"_a, "out_strides"_a, "B"_a, "T"_a, "H"_a, "HV"_a, "N"_a, "A_log"_a, "dt_bias"_a, "initial_state"_a,

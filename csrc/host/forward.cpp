@@ -23,20 +23,28 @@ using slot::kPanelChannels;
 constexpr int kPanels = kHeadDim / kPanelChannels;
 constexpr int kElementBytes = 2;
 
-// [B, T, H, 128] seen as (channel in panel, token, panel, head, batch row); one copy brings `panels` panels of 16 tokens.
-CUtensorMap encode(const Driver& driver, const StridedTensor& tensor, const ForwardCall& call, int panels) {
+// Whether the copy engine can take a bf16 tensor: 16-byte aligned, strides that are multiples of 16 bytes and below 2^40.
+bool copyable(const TokenTensor& tensor, int B, int T, int heads) {
+    const auto fits = [](long long stride, int extent) {
+        return extent <= 1 || (stride % (16 / kElementBytes) == 0 && stride < (1ll << 40) / kElementBytes);
+    };
+    return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0 && fits(tensor.strides.batch, B) && fits(tensor.strides.token, T) &&
+           fits(tensor.strides.head, heads);
+}
+
+// [B, T, heads, 128] seen as (channel in panel, token, panel, head, batch row); one copy brings `panels` panels of 16 tokens.
+CUtensorMap encode(const Driver& driver, const TokenTensor& tensor, int B, int T, int heads, int panels) {
     const auto bytes = [](long long stride, int extent) {
         // The stride of an extent of one is never used, and may be anything.
         return static_cast<cuuint64_t>(extent > 1 ? stride * kElementBytes : kHeadDim * kElementBytes);
     };
-    const int B = call.B, T = call.params.T, H = call.params.H;
-    const cuuint64_t extents[5] = {kPanelChannels, static_cast<cuuint64_t>(T), kPanels, static_cast<cuuint64_t>(H), static_cast<cuuint64_t>(B)};
-    const cuuint64_t strides[4] = {bytes(tensor.strides.token, T), kPanelChannels * kElementBytes, bytes(tensor.strides.head, H),
+    const cuuint64_t extents[5] = {kPanelChannels, static_cast<cuuint64_t>(T), kPanels, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(B)};
+    const cuuint64_t strides[4] = {bytes(tensor.strides.token, T), kPanelChannels * kElementBytes, bytes(tensor.strides.head, heads),
                                    bytes(tensor.strides.batch, B)};
     const cuuint32_t box[5] = {kPanelChannels, kChunkTokens, static_cast<cuuint32_t>(panels), 1, 1};
     const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
     CUtensorMap map;
-    driver.check(driver.encode_tensor_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, reinterpret_cast<void*>(tensor.data), extents, strides, box,
+    driver.check(driver.encode_tensor_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(tensor.data), extents, strides, box,
                                           element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                  "describing a tensor to the copy engine");
@@ -49,6 +57,30 @@ struct Maps {
 };
 static_assert(sizeof(Maps) == 5 * 128 && alignof(Maps) == 64);
 
+// Describes to the copy engine what it can take, and leaves the rest to warps.
+Maps describe_tensors(const Driver& driver, ForwardParams& params, int B) {
+    Maps maps = {};
+    params.by_hand = 0;
+    params.key_query_gate_bytes = 0;
+    if (B == 0 || params.T == 0) return maps;  // the copy engine knows no empty tensor; without tokens nothing is moved
+    const auto describe = [&](CUtensorMap& map, int which, const TokenTensor& tensor, int heads, int panels, int bytes) {
+        const bool fp32 = which == by_hand::kGate && params.g_is_fp32;
+        if (!fp32 && copyable(tensor, B, params.T, heads)) {
+            map = encode(driver, tensor, B, params.T, heads, panels);
+            params.key_query_gate_bytes += bytes;
+        } else {
+            params.by_hand |= which;
+        }
+    };
+    constexpr int kTileBytes = kPanels * slot::kPanelBytes;
+    describe(maps.q, by_hand::kQuery, params.q, params.H / params.group, 1, kTileBytes);
+    describe(maps.k, by_hand::kKey, params.k, params.H / params.group, 1, kTileBytes);
+    describe(maps.g, by_hand::kGate, params.g, params.H, kPanels, kTileBytes);
+    describe(maps.v, by_hand::kValue, params.v, params.H, 1, 0);
+    describe(maps.o, by_hand::kOut, params.out, params.H, 1, 0);
+    return maps;
+}
+
 // Never the same twice in a process, and hardly what fresh memory happens to hold.
 unsigned long long next_ticket() {
     static std::atomic<unsigned long long> ticket{static_cast<unsigned long long>(std::random_device{}()) * 0x9e3779b97f4a7c15ull};
@@ -57,9 +89,9 @@ unsigned long long next_ticket() {
 
 }  // namespace
 
-std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets) {
+std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets, bool whole) {
     const LoadedKernel& loaded = loaded_kernel(device);
-    const Plan plan = plan_segments(loaded.sm_count, T, H, N, has_offsets);
+    const Plan plan = whole ? Plan{} : plan_segments(loaded.sm_count, T, H, N, has_offsets);
     if (plan.segments > 1) return segment_bytes(plan, H, N);
     return handoff_bytes(loaded.blocks, loaded.kernel->cluster, T, H, N, has_offsets);
 }
@@ -72,26 +104,15 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     if (items > kMostItems) {
         throw std::runtime_error("flash_kda: N * H = " + std::to_string(items) + ", more than " + std::to_string(kMostItems) + " in one call");
     }
-    params.beta = reinterpret_cast<const void*>(call.beta.data);
-    params.beta_strides = call.beta.strides;
-    params.out = reinterpret_cast<void*>(call.out.data);
-    params.out_strides = call.out.strides;
-
     const LoadedKernel& loaded = loaded_kernel(device);
     const Driver& driver = Driver::require();
     ContextScope scope(loaded.context);
-    Maps maps = {};
-    if (call.B > 0 && params.T > 0) {  // the copy engine knows no empty tensor; without tokens nothing is copied
-        maps.q = encode(driver, call.q, call, 1);
-        maps.k = encode(driver, call.k, call, 1);
-        maps.v = encode(driver, call.v, call, 1);
-        maps.g = encode(driver, call.g, call, kPanels);
-        maps.o = encode(driver, call.out, call, 1);
-    }
+    params.usual = params.gate == Gate::kBounded && !params.g_is_fp32 && params.normalise;
+    const Maps maps = describe_tensors(driver, params, call.B);
     const CUstream on = reinterpret_cast<CUstream>(stream);
     const auto launch = [&](Pass pass, long long most_teams) {
         params.pass = pass;
-        void* arguments[] = {&params, &maps};
+        void* arguments[] = {&params, const_cast<Maps*>(&maps)};
         CUlaunchAttribute attributes[1];
         const int blocks = static_cast<int>(std::min<long long>(most_teams * loaded.kernel->cluster, loaded.blocks));
         const CUlaunchConfig config = launch_config(*loaded.kernel, blocks, on, attributes);
@@ -100,14 +121,14 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
 
     const bool has_offsets = params.cu_seqlens != nullptr;
     const Plan plan = call.whole ? Plan{} : plan_segments(loaded.sm_count, params.T, params.H, params.N, has_offsets);
-    const std::size_t needed = plan.segments > 1
-                                   ? segment_bytes(plan, params.H, params.N)
-                                   : handoff_bytes(loaded.blocks, loaded.kernel->cluster, params.T, params.H, params.N, has_offsets);
+    const std::size_t needed = plan.segments > 1 ? segment_bytes(plan, params.H, params.N)
+                                                 : handoff_bytes(loaded.blocks, loaded.kernel->cluster, params.T, params.H, params.N, has_offsets);
     if (needed > 0 && (call.workspace == 0 || call.workspace_bytes < needed)) {
         throw std::runtime_error("flash_kda: this call needs " + std::to_string(needed) + " bytes of workspace, got " +
                                  std::to_string(call.workspace == 0 ? 0 : call.workspace_bytes));
     }
-    params.pairing = FLASH_KDA_PAIRING;
+    // Each block of a pair needs its half of v, which only the copy engine brings it.
+    params.pairing = (params.by_hand & by_hand::kValue) != 0 ? 0 : FLASH_KDA_PAIRING;
     if (plan.segments == 1) {
         if (needed > 0) {
             params.handoff_states = reinterpret_cast<float*>(call.workspace);

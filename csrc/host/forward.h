@@ -8,24 +8,17 @@
 
 namespace flash_kda {
 
-struct StridedTensor {
-    std::uintptr_t data;   // device pointer
-    TokenStrides strides;  // elements
-};
-
 struct ForwardCall {
-    StridedTensor q, k, v, g, beta, out;
     int B;
     bool whole;                // no sequence may be cut into segments
     std::uintptr_t workspace;  // device pointer, 16-byte aligned
     std::size_t workspace_bytes;
-    // The parameters as the kernel takes them; beta, out and their strides are filled in by the launch,
-    // and so is what concerns segments.
+    // The parameters as the kernel takes them; the launch fills in how tensors are moved and what concerns the sharing out of the work.
     ForwardParams params;
 };
 
 // Bytes of workspace that such a call needs on a device.
-std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets);
+std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets, bool whole);
 
 // Launches on `stream` of device `device` and returns at once. Throws std::runtime_error with the driver's error.
 void launch_forward(int device, std::uintptr_t stream, ForwardCall call);

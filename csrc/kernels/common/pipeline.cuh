@@ -64,29 +64,46 @@ struct Block {
 
 // ---- move ----------------------------------------------------------------------------------------------------------------------------
 
-// `own`: whether this block prepares the chunk.
+// `own`: whether this block prepares the chunk. What the copy engine cannot take is left to the warp that prepares it.
 template <class Config>
-__device__ __forceinline__ void load_chunk(const Maps& maps, const Place<Config>& place, const Item& item, int chunk, bool own,
-                                           const Team& team) {
+__device__ __forceinline__ void load_chunk(const ForwardParams& p, const Maps& maps, const Place<Config>& place, const Item& item, int chunk,
+                                           bool own, const Team& team) {
     const uint32_t slot = place.slot();
     const int token = item.first + chunk * kChunkTokens;
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    const int value_bytes = team.pair ? slot::kPanelBytes : 2 * slot::kPanelBytes;
+    const int value_bytes = (p.by_hand & by_hand::kValue) != 0 ? 0 : team.pair ? slot::kPanelBytes : 2 * slot::kPanelBytes;
     const uint32_t barrier = own ? place.full() : place.ready();
-    barrier_expect_bytes(barrier, value_bytes + (own ? slot::kKeyQueryGateBytes : slot::kSharedBytes + kFlagBytes));
+    barrier_expect_bytes(barrier, value_bytes + (own ? p.key_query_gate_bytes : slot::kSharedBytes + kFlagBytes));
     auto* landed = reinterpret_cast<uint64_t*>(shared_pointer(barrier));
     using Load = cute::SM90_TMA_LOAD_5D;
     // Coordinates: channel in panel, token, panel, head, batch row.
     if (own) {
+        const int key_head = p.group == 1 ? item.head : item.head / p.group;
         for (int panel = 0; panel < 2; ++panel) {
             const uint32_t at = slot + panel * slot::kKeyQueryPanelStride;
-            Load::copy(&maps.k, landed, kHint, shared_pointer(at + slot::kKey), 0, token, panel, item.head, item.batch);
-            Load::copy(&maps.q, landed, kHint, shared_pointer(at + slot::kQuery), 0, token, panel, item.head, item.batch);
+            if ((p.by_hand & by_hand::kKey) == 0) {
+                Load::copy(&maps.k, landed, kHint, shared_pointer(at + slot::kKey), 0, token, panel, key_head, item.batch);
+            }
+            if ((p.by_hand & by_hand::kQuery) == 0) {
+                Load::copy(&maps.q, landed, kHint, shared_pointer(at + slot::kQuery), 0, token, panel, key_head, item.batch);
+            }
         }
-        Load::copy(&maps.g, landed, kHint, shared_pointer(slot + slot::kGate), 0, token, 0, item.head, item.batch);
+        if ((p.by_hand & by_hand::kGate) == 0) {
+            Load::copy(&maps.g, landed, kHint, shared_pointer(slot + slot::kGate), 0, token, 0, item.head, item.batch);
+        }
     }
+    if ((p.by_hand & by_hand::kValue) != 0) return;
     Load::copy(&maps.v, landed, kHint, shared_pointer(slot + slot::kValue), 0, token, team.rank, item.head, item.batch);
     if (!team.pair) Load::copy(&maps.v, landed, kHint, shared_pointer(slot + slot::kValue + slot::kPanelStride), 0, token, 1, item.head, item.batch);
+}
+
+// An fp32 g is read by the warp that prepares the chunk: brought near ahead of time. A row is 512 bytes, seen as four lines.
+__device__ __forceinline__ void prefetch_gate(const ForwardParams& p, const Item& item, int chunk, int lane) {
+    const int valid = item.valid(chunk);
+    for (int row = lane >> 2; row < valid; row += 8) {
+        const float* line = token_row<float>(p.g, item.batch, item.first + chunk * kChunkTokens + row, item.head) + (lane & 3) * 32;
+        asm volatile("prefetch.global.L2 [%0];" : : "l"(line));
+    }
 }
 
 // Loads a block's chunks one after the other, through all its items.
@@ -107,7 +124,8 @@ struct Loader {
     // By a whole warp, of which one lane is elected.
     __device__ __forceinline__ void load_next(const ForwardParams& p, const Maps& maps, bool elected, const Block<Config>& block) {
         if (team.pair) barrier_wait(place.released(), place.phase ^ 1);  // passes in the first turn
-        if (elected) load_chunk(maps, place, item, chunk, own, team);
+        if (elected) load_chunk(p, maps, place, item, chunk, own, team);
+        if (p.g_is_fp32 && own) prefetch_gate(p, item, chunk, block.lane);
         if (team.pair) own = !own;
         place.advance();
         if (++chunk == count) find(p, block);
@@ -121,14 +139,24 @@ struct Loader {
     }
 };
 
-// The last chunk of a sequence that is no multiple of 16: its missing rows belong to a neighbour. O lies in `panels` panels, of 8 x 16 bytes a row.
-__device__ __forceinline__ void store_tail(const ForwardParams& p, uint32_t out, const Item& item, int chunk, int first_panel, int panels, int lane) {
-    const int parts = panels * 8, part = lane & (parts - 1), rows = 32 / parts;
-    char* row0 = static_cast<char*>(p.out) + first_panel * slot::kPanelChannels * 2 +
-                 2 * (item.batch * p.out_strides.batch + (item.first + chunk * kChunkTokens) * p.out_strides.token + item.head * p.out_strides.head);
-    for (int row = lane / parts; row < item.valid(chunk); row += rows) {
+// Rows of O that the copy engine cannot take: the last chunk of a sequence that is no multiple of 16, whose missing rows belong to a neighbour, or all of
+// an `out` of odd strides. O lies in `panels` panels, of 8 x 16 bytes a row.
+__device__ __forceinline__ void store_rows(const ForwardParams& p, uint32_t out, const Item& item, int chunk, int first_panel, int panels, int lane) {
+    const int shift = panels == 2 ? 4 : 3, part = lane & ((1 << shift) - 1), rows = 32 >> shift;
+    const bool by_16_bytes = (p.by_hand & by_hand::kOut) == 0;
+    auto* row0 = const_cast<unsigned short*>(token_row<unsigned short>(p.out, item.batch, item.first + chunk * kChunkTokens, item.head)) +
+                 first_panel * slot::kPanelChannels + part * 8;
+#pragma unroll 1
+    for (int row = lane >> shift; row < item.valid(chunk); row += rows) {
         const float4 x = load_float4(out + (part >> 3) * slot::kPanelStride + row * 128 + (((part & 7) ^ (row & 7)) << 4));
-        *reinterpret_cast<float4*>(row0 + 2 * row * p.out_strides.token + part * 16) = x;
+        unsigned short* to = row0 + row * p.out.strides.token;
+        if (by_16_bytes) {
+            *reinterpret_cast<float4*>(to) = x;
+            continue;
+        }
+        const uint32_t pairs[4] = {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) to[i] = static_cast<unsigned short>(pairs[i / 2] >> 16 * (i % 2));
     }
     cutlass::arch::fence_view_async_shared();  // these reads precede the copy engine's next writes
     __syncwarp();
@@ -150,12 +178,12 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
             barrier_wait(place.done(), place.phase);
             if (team.pair && elected) barrier_arrive_in_block(place.released(), team.rank ^ 1);
             const uint32_t out = place.slot() + slot::kOut;
-            const bool whole = item.valid(chunk) == kChunkTokens;
+            const bool whole = item.valid(chunk) == kChunkTokens && (p.by_hand & by_hand::kOut) == 0;
             const int panels = team.pair ? 1 : 2;
             if (p.pass == Pass::kSummaries) {
                 // no output
             } else if (!whole) {
-                store_tail(p, out, item, chunk, team.rank, panels, block.lane);
+                store_rows(p, out, item, chunk, team.rank, panels, block.lane);
             } else if (elected) {
                 for (int panel = 0; panel < panels; ++panel) {
                     cute::SM90_TMA_STORE_5D::copy(&maps.o, shared_pointer(out + panel * slot::kPanelStride), 0, item.first + chunk * kChunkTokens,
@@ -182,6 +210,24 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
 
 // ---- prepare -------------------------------------------------------------------------------------------------------------------------
 
+// The tiles of a chunk that the copy engine could not bring, by the warp that prepares it. Rolled: seldom done, and long.
+__device__ __forceinline__ void load_by_hand(const ForwardParams& p, uint32_t slot, const Origin& origin, int valid, int lane) {
+#pragma unroll 1
+    for (int which = by_hand::kQuery; which <= by_hand::kGate; which *= 2) {
+        if ((p.by_hand & which) == 0 || (which == by_hand::kGate && p.g_is_fp32)) continue;
+        const bool key_query = which <= by_hand::kKey;
+        const TokenTensor& tensor = which == by_hand::kQuery ? p.q : which == by_hand::kKey ? p.k : which == by_hand::kValue ? p.v : p.g;
+        const int tile = which == by_hand::kQuery  ? slot::kQuery
+                         : which == by_hand::kKey  ? slot::kKey
+                         : which == by_hand::kGate ? slot::kGate
+                                                   : slot::kValue;
+        load_rows(slot + tile, key_query ? slot::kKeyQueryPanelStride : slot::kPanelStride,
+                  token_row<unsigned short>(tensor, origin.batch, origin.token, key_query ? origin.head / p.group : origin.head),
+                  tensor.strides.token, valid, lane);
+    }
+    __syncwarp();
+}
+
 template <class Config>
 __device__ __forceinline__ void prepare(const ForwardParams& p, const Block<Config>& block, int warp) {
     const int lane = block.lane;
@@ -197,23 +243,26 @@ __device__ __forceinline__ void prepare(const ForwardParams& p, const Block<Conf
         const int count = item.count();
         if (mine < count) {
             const GateConstants gate = gate_constants(p, item.head);
-            store_gate_bias(bias, gate, p.dt_bias + item.head * kHeadDim, lane);
-            // Lane t's logit of a chunk, 0 past the end; fetched one round ahead, for it comes straight from memory.
-            const auto load_logit = [&](int chunk) -> uint32_t {
+            store_gate_bias(bias, p, gate, item.head, lane);
+            // Lane t's beta of a chunk, as it lies in memory; 0 past the end. Fetched one round ahead, for it comes straight from there.
+            const auto load_beta = [&](int chunk) -> uint32_t {
                 const int token = chunk * kChunkTokens + lane;
                 if (lane >= kChunkTokens || token >= item.tokens) return 0;
-                const long long at =
-                    item.batch * p.beta_strides.batch + (item.first + token) * p.beta_strides.token + item.head * p.beta_strides.head;
-                return static_cast<const unsigned short*>(p.beta)[at];
+                const TokenStrides& strides = p.beta.strides;
+                const long long at = item.batch * strides.batch + (item.first + token) * strides.token + item.head * strides.head;
+                return p.beta_is_fp32 ? static_cast<const uint32_t*>(p.beta.data)[at] : static_cast<const unsigned short*>(p.beta.data)[at];
             };
-            uint32_t next_logit = load_logit(mine);
+            uint32_t next_beta = load_beta(mine);
             for (; mine < count; mine += round, place.advance(round)) {
                 const int valid = item.valid(mine);
-                const float logit = bf16_low(next_logit);
-                next_logit = load_logit(mine + round);
-                const float beta = lane < valid ? reciprocal_approx(1.f + exp2_approx(-kLog2E * logit)) : 0.f;
+                float beta = p.beta_is_fp32 ? __uint_as_float(next_beta) : bf16_low(next_beta);
+                next_beta = load_beta(mine + round);
+                if (p.beta_is_logit) beta = reciprocal_approx(1.f + exp2_approx(-kLog2E * beta));
+                beta = lane < valid ? p.beta_factor * beta : 0.f;
+                const Origin origin = {item.batch, item.first + mine * kChunkTokens, item.head};
                 barrier_wait(place.full(), place.phase);
-                const bool collinear = prepare_chunk(place.slot(), scratch, bias, gate, p.scale, beta, valid, lane);
+                if ((p.by_hand & ~by_hand::kOut) != 0) load_by_hand(p, place.slot(), origin, valid, lane);
+                const bool collinear = prepare_chunk(p, place.slot(), scratch, bias, gate, origin, beta, valid, lane);
                 const uint32_t missing = item.transition ? kChunkTokens : kChunkTokens - valid;
                 store_u32(place.flags(), missing << flag::kMissingShift | (collinear ? flag::kCollinear : 0u));
                 // These generic writes precede the copy engine's reads and its next writes to the slot, and wgmma's reads of it.
@@ -239,8 +288,29 @@ struct StatePlace {
     const void* base = nullptr;  // null: nowhere
     int number = 0;              // of the state, from base
     bool fp32 = true;
-    bool handoff = false;  // to another team, which waits for it
+    bool handoff = false;    // to another team, which waits for it
+    bool key_first = false;  // [K, V]
 };
+
+__device__ __forceinline__ long long load_index(const IndexTensor& tensor, long long at) {
+    return tensor.is_int64 ? static_cast<const long long*>(tensor.data)[at] : static_cast<const int*>(tensor.data)[at];
+}
+
+// The state of a head in one row of a tensor.
+__device__ __forceinline__ StatePlace place_in(const ForwardParams& p, const StateTensor& tensor, long long row, int head) {
+    return {static_cast<const char*>(tensor.data) + row * tensor.row * (tensor.is_fp32 ? 4 : 2), head, tensor.is_fp32 != 0, false, p.key_first != 0};
+}
+
+// An item's state among the caller's initial or final ones.
+__device__ __forceinline__ StatePlace place_of(const ForwardParams& p, const StateTensor& tensor, const Item& item) {
+    if (tensor.data == nullptr) return {};
+    long long row = item.sequence;
+    if (p.slots.data != nullptr) {
+        row = load_index(p.slots, row);
+        if (row < 0 || row >= p.pool_rows) return {};
+    }
+    return place_in(p, tensor, row, item.head);
+}
 
 __device__ __forceinline__ int boundary_number(const ForwardParams& p, const Item& item, int segment) {
     return (item.sequence * p.segments + segment) * p.H + item.head;
@@ -251,7 +321,7 @@ __device__ __forceinline__ StatePlace initial_place(const ForwardParams& p, cons
     // Segments read the caller's initial state from where the summaries put it: another block may have stored the final one over it by now.
     if (p.pass == Pass::kSegments) return {p.boundary_states, boundary_number(p, item, item.segment), true};
     if (item.segment > 0) return {};
-    return {p.initial_state, item.sequence * p.H + item.head, p.initial_is_fp32 != 0};
+    return place_of(p, p.initial, item);
 }
 
 // Where to put the state before the first token.
@@ -267,7 +337,13 @@ __device__ __forceinline__ StatePlace final_place(const ForwardParams& p, const 
     }
     if (p.pass == Pass::kSegments && item.segment != p.segments - 1) return {};
     if (item.handed_on >= 0) return {p.handoff_states, item.handed_on, true, true};
-    return {p.final_state, item.sequence * p.H + item.head, p.final_is_fp32 != 0};
+    return place_of(p, p.final, item);
+}
+
+// Chunks of the item that are still to come.
+template <class Config>
+__device__ __forceinline__ uint32_t left_at(const Block<Config>& block) {
+    return block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + 48;
 }
 
 // What a scan warp needs again after an item's last chunk, kept in shared memory meanwhile: its loop has no register to spare.
@@ -277,13 +353,15 @@ struct Kept {
 };
 
 template <class Config>
-__device__ __forceinline__ void keep(const Block<Config>& block, const StatePlace& final, const Walk& walk) {
+__device__ __forceinline__ void keep(const Block<Config>& block, const StatePlace& final, const Walk& walk, int chunks) {
     const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes;
     const auto bits = reinterpret_cast<uint64_t>(final.base);
-    const uint32_t words[4] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32), static_cast<uint32_t>(final.number),
-                               static_cast<uint32_t>(final.fp32) | static_cast<uint32_t>(final.handoff) << 1};
+    const uint32_t words[4] = {
+        static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32), static_cast<uint32_t>(final.number),
+        static_cast<uint32_t>(final.fp32) | static_cast<uint32_t>(final.handoff) << 1 | static_cast<uint32_t>(final.key_first) << 2};
     store_u32x4(at, words);
     store_u32(at + 16, walk.number);
+    store_u32(left_at(block), chunks);
     __syncwarp();
 }
 
@@ -292,10 +370,82 @@ __device__ __forceinline__ Kept kept(const Block<Config>& block) {
     const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes;
     const uint64_t bits = load_u32(at) | static_cast<uint64_t>(load_u32(at + 4)) << 32;
     const uint32_t flags = uniform(load_u32(at + 12));
-    Kept kept = {{reinterpret_cast<const void*>(bits), static_cast<int>(load_u32(at + 8)), (flags & 1) != 0, (flags & 2) != 0},
+    Kept kept = {{reinterpret_cast<const void*>(bits), static_cast<int>(load_u32(at + 8)), (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0},
                  Walk(uniform(load_u32(at + 16)))};
     __syncwarp();
     return kept;
+}
+
+// Where states are saved on the way, kept likewise. Positions are in chunks from the sequence's start.
+struct KeptSaves {
+    int at;          // the next chunk
+    int begin, end;  // the item's first chunk, and the one after its last
+    int sequence, head;
+    int first_row;  // of the sequence's snapshots
+    int marks_at;   // address of the chunks before each checkpoint, -1 where there is none
+};
+
+inline constexpr int kMostMarks = 2;
+
+// A sequence's first row of snapshots, by a whole warp.
+__device__ __forceinline__ int first_snapshot(const ForwardParams& p, int sequence, int lane) {
+    constexpr int kTokens = kSnapshotChunks * kChunkTokens;
+    if (p.cu_seqlens == nullptr) return sequence * ((p.T + kTokens - 1) / kTokens);
+    int sum = 0;
+    for (int n = lane; n < sequence; n += 32) {
+        const int2 bounds = sequence_bounds(p, n);
+        sum += (bounds.y - bounds.x + kTokens - 1) / kTokens;
+    }
+    return __reduce_add_sync(~0u, sum);
+}
+
+template <class Config>
+__device__ __forceinline__ void keep_saves(const Block<Config>& block, const ForwardParams& p, const Item& item) {
+    const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + 20;
+    const int2 bounds = sequence_bounds(p, item.sequence);
+    const int begin = (item.first - bounds.x) / kChunkTokens;
+    store_u32(at, begin), store_u32(at + 4, begin + item.count());
+    store_u32(at + 8, item.sequence), store_u32(at + 12, item.head);
+    store_u32(at + 16, p.snapshots.data == nullptr ? 0 : first_snapshot(p, item.sequence, block.lane));
+#pragma unroll 1
+    for (int i = 0; i < kMostMarks; ++i) {
+        const long long tokens = i < p.marks_each ? load_index(p.marks, static_cast<long long>(item.sequence) * p.marks_each + i) : 0;
+        const bool there = tokens > 0 && tokens <= bounds.y - bounds.x && tokens % kChunkTokens == 0;
+        store_u32(at + 20 + 4 * i, there ? static_cast<int>(tokens / kChunkTokens) : -1);
+    }
+    __syncwarp();
+}
+
+template <class Config>
+__device__ __forceinline__ KeptSaves kept_saves(const Block<Config>& block) {
+    const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + 20;
+    const auto word = [&](int i) { return uniform(load_u32(at + 4 * i)); };
+    const int end = word(1);
+    return {end - uniform(load_u32(left_at(block))), word(0), end, word(2), word(3), word(4), static_cast<int>(at + 20)};
+}
+
+// Where to save the state: before chunk `at` in snapshot 0, after the ones before it in checkpoints 1, 2.
+__device__ __forceinline__ StatePlace save_place(const ForwardParams& p, const KeptSaves& saves, int which) {
+    if (which == 0) {
+        const int row = saves.first_row + saves.at / kSnapshotChunks;
+        if (p.snapshots.data == nullptr || saves.at % kSnapshotChunks != 0 || saves.at == saves.end || row >= p.snapshot_rows) return {};
+        return place_in(p, p.snapshots, row, saves.head);
+    }
+    // At an item's first chunk the checkpoint is the business of whoever came before.
+    if (saves.at == saves.begin || static_cast<int>(load_u32(saves.marks_at + 4 * (which - 1))) != saves.at) return {};
+    return place_in(p, p.checkpoints, static_cast<long long>(saves.sequence) * p.marks_each + which - 1, saves.head);
+}
+
+// How many chunks on there may be something to save next, or the item ends.
+__device__ __forceinline__ int next_save(const ForwardParams& p, const KeptSaves& saves) {
+    int next = saves.end;
+    if (p.snapshots.data != nullptr) next = min(next, (saves.at / kSnapshotChunks + 1) * kSnapshotChunks);
+#pragma unroll
+    for (int i = 0; i < kMostMarks; ++i) {
+        const int mark = load_u32(saves.marks_at + 4 * i);
+        if (mark > saves.at) next = min(next, mark);
+    }
+    return uniform(next) - saves.at;
 }
 
 // Which 16 rows of V this scan warp holds.

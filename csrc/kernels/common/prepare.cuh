@@ -10,38 +10,12 @@
 // has the same layout. T comes from substitution: near-equal keys make any truncated series for the inverse blow up.
 #pragma once
 
+#include "kernels/common/by_hand.cuh"
+#include "kernels/common/gates.cuh"
 #include "kernels/common/ring.h"
 #include "kernels/common/tile.cuh"
 
 namespace flash_kda {
-
-inline constexpr float kLog2E = 1.44269504088896340736f;
-
-// Per-head constants of the gate: minus the log2-decay is -bound * sigmoid(a * (g + dt_bias)) = 1 / (floor + 2^(slope*g + bias)) with
-// floor = -1/bound and bias[ch] = slope*dt_bias[ch] + log2(floor), the latter in shared memory.
-struct GateConstants {
-    float slope;
-    float floor;
-};
-
-__device__ __forceinline__ GateConstants gate_constants(const ForwardParams& p, int head) {
-    // exp(A_log) beyond 1e30 cannot change a sigmoid but could turn 0 * inf into NaN. (Not fminf, which would hide a NaN.)
-    float a = expf(p.A_log[head]);
-    a = a > 1e30f ? 1e30f : a;
-    // A bound nearer to zero decays nothing in fp32. The tensor cores cut the log-decays to tf32: 0.72 * 2^-11 is what they lose on average.
-    const float bound = fminf(p.lower_bound, -1e-30f) * (kLog2E * (1.f + 0.7213f / 2048.f));
-    return {-a * kLog2E, reciprocal_approx(-bound)};
-}
-
-__device__ __forceinline__ void store_gate_bias(uint32_t bias, const GateConstants& gate, const float* dt_bias, int lane) {
-#pragma unroll
-    for (int channel = lane; channel < kHeadDim; channel += 32) {
-        // Finite, so that slope*g + bias is never inf - inf.
-        const float x = gate.slope * dt_bias[channel];
-        store_float(bias + channel * 4, (x < -1e38f ? -1e38f : x > 1e38f ? 1e38f : x) + log2f(gate.floor));
-    }
-    __syncwarp();
-}
 
 // 1/|row| of a 16x128 tile for rows g and g+8 of this lane. The sums of squares are the diagonal of x x^T.
 __device__ __forceinline__ void inverse_norms(float (&inverse)[2], uint32_t slot, uint32_t fragment, int tile, int lane) {
@@ -94,22 +68,142 @@ __device__ __forceinline__ float2 multiply_8x8(float a0, float a1, float b0, flo
 // Above this |beta_t K~_t . K^_s| the keys of a chunk count as near-equal.
 inline constexpr float kCollinear = 0.5f;
 
-// `beta` is lane t's sigmoid(logit) for t < valid, else 0. `scratch`: kScratchBytes. Returns whether some keys are near-equal; only then the low
-// half of T is written.
-__device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate, float scale, float beta, int valid,
-                                              int lane) {
+// What a warp holds of the chunk that it prepares, besides fragments.
+struct Chunk {
+    uint32_t slot, fragment;
+    int lane;
+    float k_norm[2], q_norm[2];  // factors on the rows g, g+8
+
+    __device__ __forceinline__ void load_block(int i, uint32_t (&k)[4], uint32_t (&q)[4]) const {
+        load_matrices(k, block_address(slot, fragment, i, slot::kKey, slot::kKeyQueryPanelStride));
+        load_matrices(q, block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride));
+    }
+};
+
+using Products = float[2][4];  // of a chunk's tokens with one another: columns (tokens) 0-7, 8-15
+
+// Where a channel decays by more than 2^-kSteep within a chunk, K^ = k^ / A would overflow. With raw keys, their elements' magnitude counts too.
+inline constexpr float kSteep = 116.f, kSteepRaw = 64.f;
+
+// Adds a block's part of M and of the scores where K^ would overflow: by halves, so that no exponent is positive. At each level a token t of the
+// upper half of a group of 8, 4, 2, 1 + as many tokens meets a token s of the lower half as 2^(G_t - G_r) 2^(G_r - G_s), r the last of the lower half.
+// One factor 2^-|G_t - G_r| for each token serves both. The scores' diagonal decays by nothing. Taken rarely: short rather than quick.
+__device__ __forceinline__ void add_by_halves(const Chunk& chunk, const uint32_t (&k)[4], const uint32_t (&q)[4], const float (&cumulative)[2][4],
+                                              Products& m, Products& scores) {
+    const int g = chunk.lane >> 2, c = chunk.lane & 3;
+#pragma unroll 1
+    for (int half = 8; half >= 0; half = half == 1 ? 0 : half == 0 ? -1 : half / 2) {
+        uint32_t k_decayed[4], q_decayed[4];
+        const int reference = ((g & ~(2 * half - 1)) + half - 1) * 4 + c;  // whose lane holds r, of rows g and g+8 alike
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int f = 2 * n + r;
+                float w[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float at = cumulative[n][2 * r + e];
+                    const float its = __shfl_sync(~0u, half == 8 ? cumulative[n][e] : at, reference & 31);
+                    w[e] = half == 0 ? 1.f : exp2_approx(-fabsf(at - its));
+                }
+                k_decayed[f] = pack_bf16(bf16_low(k[f]) * chunk.k_norm[r] * w[0], bf16_high(k[f]) * chunk.k_norm[r] * w[1]);
+                q_decayed[f] = pack_bf16(bf16_low(q[f]) * chunk.q_norm[r] * w[0], bf16_high(q[f]) * chunk.q_norm[r] * w[1]);
+            }
+        }
+        Products m_part = {}, scores_part = {};
+        mma(m_part[0], k_decayed, k_decayed[0], k_decayed[2]);
+        mma(m_part[1], k_decayed, k_decayed[1], k_decayed[3]);
+        mma(scores_part[0], q_decayed, k_decayed[0], k_decayed[2]);
+        mma(scores_part[1], q_decayed, k_decayed[1], k_decayed[3]);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            if (half == 8) {
+                m[0][2 + e] += m_part[0][2 + e];
+                scores[0][2 + e] += scores_part[0][2 + e];
+                continue;
+            }
+            // Within 8 tokens, rows g of the first and g+8 of the second alike.
+            const int s = 2 * c + e;
+            if (half == 0 ? s == g : ((g ^ s) & ~(2 * half - 1)) == 0 && (g & half) != 0 && (s & half) == 0) {
+                m[0][e] += m_part[0][e], m[1][2 + e] += m_part[1][2 + e];
+                scores[0][e] += scores_part[0][e], scores[1][2 + e] += scores_part[1][2 + e];
+            }
+        }
+    }
+}
+
+// The rest of block i, given its G. `kSteepToo`: it may decay by more than 2^-steep.
+template <bool kSteepToo>
+__device__ __forceinline__ void finish_block(const Chunk& chunk, int i, const uint32_t (&k)[4], const uint32_t (&q)[4],
+                                             const float (&cumulative)[2][4], Products& m, Products& scores, float steep = 0.f) {
+    const int g = chunk.lane >> 2, c = chunk.lane & 3;
+    const bool by_halves =
+        kSteepToo && __any_sync(~0u, fminf(fminf(cumulative[0][2], cumulative[0][3]), fminf(cumulative[1][2], cumulative[1][3])) < -steep);
+    if (by_halves) add_by_halves(chunk, k, q, cumulative, m, scores);
+    float a[2][4];
+    uint32_t k_decayed[4], q_decayed[4], k_inverse[4], k_minus[4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[n][e] = exp2_approx(cumulative[n][e]);
+        // Of the last token: A, or if that may be zero, G.
+        const auto& last = kSteepToo ? cumulative[n] : a[n];
+        const float end[2] = {__shfl_sync(~0u, last[2], 28 + c), __shfl_sync(~0u, last[3], 28 + c)};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {  // rows g, g+8
+            const int f = 2 * n + r;
+            float kx[2] = {bf16_low(k[f]) * chunk.k_norm[r], bf16_high(k[f]) * chunk.k_norm[r]};
+            float qx[2] = {bf16_low(q[f]) * chunk.q_norm[r], bf16_high(q[f]) * chunk.q_norm[r]};
+            float inverse[2], minus[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                inverse[e] = kx[e] * exp2_approx(-cumulative[n][2 * r + e]);
+                minus[e] = kSteepToo ? kx[e] * exp2_approx(end[e] - cumulative[n][2 * r + e]) : inverse[e] * end[e];
+            }
+            k_decayed[f] = pack_bf16(kx[0] * a[n][2 * r], kx[1] * a[n][2 * r + 1]);
+            q_decayed[f] = pack_bf16(qx[0] * a[n][2 * r], qx[1] * a[n][2 * r + 1]);
+            k_inverse[f] = pack_bf16(inverse[0], inverse[1]);
+            k_minus[f] = pack_bf16(minus[0], minus[1]);
+        }
+    }
+    if (g == 7) store_float4(chunk.slot + slot::kDecay + i * 64 + c * 16, a[0][2], a[0][3], a[1][2], a[1][3]);
+
+    if (!by_halves) {
+        mma(m[0], k_decayed, k_inverse[0], k_inverse[2]);
+        mma(m[1], k_decayed, k_inverse[1], k_inverse[3]);
+        mma(scores[0], q_decayed, k_inverse[0], k_inverse[2]);
+        mma(scores[1], q_decayed, k_inverse[1], k_inverse[3]);
+    }
+    store_matrices(block_address(chunk.slot, chunk.fragment, i, slot::kKey, slot::kKeyQueryPanelStride), k_decayed);
+    store_matrices(block_address(chunk.slot, chunk.fragment, i, slot::kQuery, slot::kKeyQueryPanelStride), q_decayed);
+    store_matrices(block_address(chunk.slot, chunk.fragment, i, slot::kKeyMinus, slot::kPanelStride), k_minus);
+}
+
+// Where a chunk comes from.
+struct Origin {
+    int batch, token, head;
+};
+
+// `beta` is lane t's, activated, for t < valid, else 0. `scratch`: kScratchBytes. Returns whether some keys are near-equal; only then the low half of T
+// is written.
+__device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate,
+                                              const Origin& origin, float beta, int valid, int lane) {
     const int g = lane >> 2, c = lane & 3;
     const uint32_t fragment = fragment_offset(lane);
 
     if (valid < kChunkTokens) clear_tail_rows(slot, valid, lane);
 
-    float k_norm[2], q_norm[2];
-    inverse_norms(k_norm, slot, fragment, slot::kKey, lane);
-    inverse_norms(q_norm, slot, fragment, slot::kQuery, lane);
+    Chunk chunk = {slot, fragment, lane, {1.f, 1.f}, {1.f, 1.f}};
+    if (p.normalise) {
+        inverse_norms(chunk.k_norm, slot, fragment, slot::kKey, lane);
+        inverse_norms(chunk.q_norm, slot, fragment, slot::kQuery, lane);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {  // finite, for a row of zeros times inf would be NaN
-        q_norm[r] *= scale;
-        q_norm[r] = q_norm[r] > 1e38f ? 1e38f : q_norm[r] < -1e38f ? -1e38f : q_norm[r];
+        float& norm = chunk.q_norm[r];
+        norm *= p.scale;
+        norm = norm > 1e38f ? 1e38f : norm < -1e38f ? -1e38f : norm;
     }
 
     // Triangle of minus ones, tokens as columns. Its columns are permuted (k = c is token 2c, k = c+4 is token 2c+1) to match the transposed
@@ -123,88 +217,100 @@ __device__ __forceinline__ bool prepare_chunk(uint32_t slot, uint32_t scratch, u
             minus_ones[h][r] = token <= row && token < valid ? 0xbf800000u : 0u;
         }
     }
-
-    // G of block i. Gate, lane = channel: registers 0, 1 are channel g, tokens 2c.. and 8+2c..; 2, 3 are channel 8+g.
-    const auto sum_log_decays = [&](int i, float (&cumulative)[2][4]) {
-        uint32_t raw[4];
+    const uint32_t bias_at = bias + g * 4;
+    const auto load_gate = [&](int i, uint32_t (&raw)[4]) {
         load_matrices_transposed(raw, block_address(slot, fragment, i, slot::kGate, slot::kPanelStride));
+    };
+
+    Products m = {}, scores = {};
+    if (p.usual) {
+        // G of block i. Gate, lane = channel: registers 0, 1 are channel g, tokens 2c.. and 8+2c..; 2, 3 are channel 8+g.
+        const auto sum_log_decays = [&](int i, float (&cumulative)[2][4]) {
+            uint32_t raw[4];
+            load_gate(i, raw);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
+            for (int n = 0; n < 2; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) cumulative[n][e] = 0.f;
-            const float b = load_float(bias + (16 * i + 8 * n + g) * 4);
+                for (int e = 0; e < 4; ++e) cumulative[n][e] = 0.f;
+                const float b = load_float(bias_at + (16 * i + 8 * n) * 4);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const uint32_t pair = raw[2 * n + h];
-                const float e0 = exp2_approx(fmaf(bf16_low(pair), gate.slope, b)), e1 = exp2_approx(fmaf(bf16_high(pair), gate.slope, b));
-                const float x0 = reciprocal_approx(gate.floor + e0), x1 = reciprocal_approx(gate.floor + e1);
-                mma_tf32(cumulative[n], minus_ones[h], __float_as_uint(x0), __float_as_uint(x1));
+                for (int h = 0; h < 2; ++h) {
+                    const uint32_t pair = raw[2 * n + h];
+                    const float x0 = bounded_decay(bf16_low(pair), b, gate), x1 = bounded_decay(bf16_high(pair), b, gate);
+                    mma_tf32(cumulative[n], minus_ones[h], __float_as_uint(x0), __float_as_uint(x1));
+                }
             }
-        }
-    };
+        };
 
-    float m[2][4] = {}, scores[2][4] = {};  // columns (tokens) 0-7, 8-15
-    // The rest of block i, given its G.
-    const auto finish_block = [&](int i, const uint32_t (&k)[4], const uint32_t (&q)[4], const float (&cumulative)[2][4]) {
-        float a[2][4];
-        uint32_t k_decayed[4], q_decayed[4], k_inverse[4], k_minus[4];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) a[n][e] = exp2_approx(cumulative[n][e]);
-            const float a_end[2] = {__shfl_sync(~0u, a[n][2], 28 + c), __shfl_sync(~0u, a[n][3], 28 + c)};
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {  // rows g, g+8
-                const int f = 2 * n + r;
-                float kx[2] = {bf16_low(k[f]) * k_norm[r], bf16_high(k[f]) * k_norm[r]};
-                float qx[2] = {bf16_low(q[f]) * q_norm[r], bf16_high(q[f]) * q_norm[r]};
-                float inverse[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) inverse[e] = kx[e] * exp2_approx(-cumulative[n][2 * r + e]);
-                k_decayed[f] = pack_bf16(kx[0] * a[n][2 * r], kx[1] * a[n][2 * r + 1]);
-                q_decayed[f] = pack_bf16(qx[0] * a[n][2 * r], qx[1] * a[n][2 * r + 1]);
-                k_inverse[f] = pack_bf16(inverse[0], inverse[1]);
-                k_minus[f] = pack_bf16(inverse[0] * a_end[0], inverse[1] * a_end[1]);
-            }
-        }
-        if (g == 7) store_float4(slot + slot::kDecay + i * 64 + c * 16, a[0][2], a[0][3], a[1][2], a[1][3]);
-
-        mma(m[0], k_decayed, k_inverse[0], k_inverse[2]);
-        mma(m[1], k_decayed, k_inverse[1], k_inverse[3]);
-        mma(scores[0], q_decayed, k_inverse[0], k_inverse[2]);
-        mma(scores[1], q_decayed, k_inverse[1], k_inverse[3]);
-        store_matrices(block_address(slot, fragment, i, slot::kKey, slot::kKeyQueryPanelStride), k_decayed);
-        store_matrices(block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride), q_decayed);
-        store_matrices(block_address(slot, fragment, i, slot::kKeyMinus, slot::kPanelStride), k_minus);
-    };
-    const auto load_block = [&](int i, uint32_t (&k)[4], uint32_t (&q)[4]) {
-        load_matrices(k, block_address(slot, fragment, i, slot::kKey, slot::kKeyQueryPanelStride));
-        load_matrices(q, block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride));
-    };
-
-    // G one block ahead, so that its long chain runs beside the rest of the block before. Unrolled whole, the loop outgrows the instruction
-    // cache.
-    float cumulative[2][4];
-    sum_log_decays(0, cumulative);
+        // G one block ahead, so that its long chain runs beside the rest of the block before. Unrolled whole, the loop outgrows the instruction
+        // cache.
+        float cumulative[2][4];
+        sum_log_decays(0, cumulative);
 #pragma unroll 2
-    for (int i = 0; i < 7; ++i) {
-        uint32_t k[4], q[4];
-        load_block(i, k, q);
-        float next[2][4];
-        sum_log_decays(i + 1, next);
-        __syncwarp();  // the results go to the same places
-        finish_block(i, k, q, cumulative);
+        for (int i = 0; i < 7; ++i) {
+            uint32_t k[4], q[4];
+            chunk.load_block(i, k, q);
+            float next[2][4];
+            sum_log_decays(i + 1, next);
+            __syncwarp();  // the results go to the same places
+            finish_block<false>(chunk, i, k, q, cumulative, m, scores);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
+            for (int n = 0; n < 2; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) cumulative[n][e] = next[n][e];
+                for (int e = 0; e < 4; ++e) cumulative[n][e] = next[n][e];
+            }
         }
-    }
-    {
         uint32_t k[4], q[4];
-        load_block(7, k, q);
+        chunk.load_block(7, k, q);
         __syncwarp();
-        finish_block(7, k, q, cumulative);
+        finish_block<false>(chunk, 7, k, q, cumulative, m, scores);
+    } else {
+        // The same for every gate, g in fp32, raw keys: rolled, to stay out of the way of what is usual.
+        const float steep = p.normalise ? kSteep : kSteepRaw;
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i) {
+            float x[2][2][2];  // [n][h][e]: channel 16i + 8n + g, token 8h + 2c + e; zero past the end
+            if (p.g_is_fp32) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int token = 8 * h + 2 * c + e;
+                        const float* row = token_row<float>(p.g, origin.batch, origin.token + token, origin.head) + 16 * i + g;
+#pragma unroll
+                        for (int n = 0; n < 2; ++n) x[n][h][e] = token < valid ? row[8 * n] : 0.f;
+                    }
+                }
+            } else {
+                uint32_t raw[4];
+                load_gate(i, raw);
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) x[n][h][0] = bf16_low(raw[2 * n + h]), x[n][h][1] = bf16_high(raw[2 * n + h]);
+                }
+            }
+            uint32_t k[4], q[4];
+            chunk.load_block(i, k, q);
+            float cumulative[2][4] = {};
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float b = load_float(bias_at + (16 * i + 8 * n) * 4);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& y = x[n][h][e];
+                        y = p.gate == Gate::kBounded     ? bounded_decay(y, b, gate)
+                            : p.gate == Gate::kUnbounded ? unbounded_decay(y, b, gate)
+                                                         : given_decay(y, gate);
+                    }
+                    mma_tf32(cumulative[n], minus_ones[h], __float_as_uint(x[n][h][0]), __float_as_uint(x[n][h][1]));
+                }
+            }
+            __syncwarp();  // the results go to the same places
+            finish_block<true>(chunk, i, k, q, cumulative, m, scores, steep);
+        }
     }
 
     // Scores: lower triangle with the diagonal. Above it they are as large as e^80: select, do not multiply.

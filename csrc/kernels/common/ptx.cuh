@@ -87,6 +87,13 @@ __device__ __forceinline__ unsigned long long observe(const unsigned long long* 
     return value;
 }
 
+// This lane, read anew: where a register to hold it is one too many.
+__device__ __forceinline__ int fresh_lane() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 // The value of lane 0, which the compiler then knows to be the same in the whole warp.
 __device__ __forceinline__ int uniform(int x) {
     return __shfl_sync(~0u, x, 0);
@@ -151,6 +158,10 @@ __device__ __forceinline__ void store_u32(uint32_t address, uint32_t x) {
     asm volatile("st.shared.b32 [%0], %1;" : : "r"(address), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void store_u32x2(uint32_t address, uint32_t x, uint32_t y) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" : : "r"(address), "r"(x), "r"(y) : "memory");
+}
+
 __device__ __forceinline__ void store_u32x4(uint32_t address, const uint32_t* x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" : : "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
@@ -187,6 +198,12 @@ __device__ __forceinline__ float bf16_high(uint32_t pair) {
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

@@ -13,8 +13,8 @@ inline constexpr int kScratchStride = 20;
 inline constexpr int kBiasOffset = kChunkTokens * kScratchStride * 4;  // then the head's gate bias
 inline constexpr int kScratchBytes = kBiasOffset + kHeadDim * 4;
 inline constexpr int kBarriersPerStage = 4;
-inline constexpr int kFlagBytes = 16;      // of a slot's flags: one copy between blocks
-inline constexpr int kKeptBytes = 32;       // what each scan warp keeps while it goes through an item
+inline constexpr int kFlagBytes = 16;       // of a slot's flags: one copy between blocks
+inline constexpr int kKeptBytes = 64;       // what each scan warp keeps while it goes through an item
 inline constexpr int kScheduleBytes = 256;  // schedule.cuh
 
 // kPairs: two blocks of a cluster can work as one (pipeline.cuh).

@@ -53,8 +53,8 @@ __device__ __forceinline__ int chunks_of(int2 bounds) {
 // team's; how many at the end of item `last` are; the team.
 namespace share {
 inline constexpr int kFirst = 0, kLast = 4, kStep = 8, kFirstCut = 12, kLastCut = 16;
-inline constexpr int kTeam = 20;  // three words
-inline constexpr int kSums = 64;  // room to find it: 64 bits a warp
+inline constexpr int kTeam = 20;                // three words
+inline constexpr int kSums = 64;                // room to find it: 64 bits a warp
 inline constexpr int kMaxima = kSums + 16 * 8;  // 32 bits a warp
 static_assert(kMaxima + 16 * 4 <= kScheduleBytes);
 }  // namespace share
@@ -204,7 +204,9 @@ __device__ __forceinline__ void find_share(const ForwardParams& p, uint32_t at) 
 
     const int items = p.N * p.H;
     const auto even_share = [&](int teams) { return (total * p.H + teams - 1) / teams; };
-    const auto time = [&](int teams) { return items <= teams ? longest + kItemCost : max(even_share(teams), static_cast<long long>(longest + kItemCost)); };
+    const auto time = [&](int teams) {
+        return items <= teams ? longest + kItemCost : max(even_share(teams), static_cast<long long>(longest + kItemCost));
+    };
     const bool pair = Config::kPairs && (p.pairing == 1 || (p.pairing == 2 && time(blocks / 2) * kPairStep < time(blocks) * 16));
     const int team = form_team(pair);
     const int teams = blocks >> pair;

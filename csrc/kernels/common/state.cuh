@@ -29,16 +29,50 @@ __device__ __forceinline__ void load_state(State& s, const void* base, long long
     }
 }
 
-__device__ __forceinline__ void store_state(const State& s, void* base, bool fp32, long long index) {
+// [K, V]: one by one, eight lanes beside one another.
+__device__ __forceinline__ long long key_first_offset(int j, int r) {
+    return (8 * j + (r & 1)) * kHeadDim + 8 * (r >> 1);
+}
+
+template <bool kFp32>
+__device__ __forceinline__ void load_state_key_first(State& s, const void* base, long long index) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const long long at = index + key_first_offset(j, r);
+            s[j][r] = kFp32 ? static_cast<const float*>(base)[at] : bf16_low(static_cast<const unsigned short*>(base)[at]);
+        }
+    }
+}
+
+template <bool kFp32>
+__device__ __forceinline__ void store_state(const State& s, void* base, long long index) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const long long at = index + 8 * j + r * 8 * kHeadDim;
-            if (fp32) {
+            if constexpr (kFp32) {
                 *reinterpret_cast<float2*>(static_cast<float*>(base) + at) = {s[j][2 * r], s[j][2 * r + 1]};
             } else {
                 *reinterpret_cast<uint32_t*>(static_cast<unsigned short*>(base) + at) = pack_bf16(s[j][2 * r], s[j][2 * r + 1]);
+            }
+        }
+    }
+}
+
+template <bool kFp32>
+__device__ __forceinline__ void store_state_key_first(const State& s, void* base, long long index) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const long long at = index + key_first_offset(j, r);
+            if constexpr (kFp32) {
+                static_cast<float*>(base)[at] = s[j][r];
+            } else {
+                static_cast<unsigned short*>(base)[at] = static_cast<unsigned short>(pack_bf16(s[j][r], 0.f));
             }
         }
     }
@@ -104,11 +138,12 @@ __device__ __forceinline__ void clear_missing(uint32_t (&v)[4], int missing, int
     }
 }
 
-// Offset in elements of a scan warp's first pair of this lane, in state number `state` = sequence * H + head. Computed anew at each use: two
-// registers are too many to hold on to meanwhile.
-__device__ __forceinline__ long long state_pair_index(int state, int rows, int lane) {
+// Offset in elements of a scan warp's first pair of this lane, in state number `state`; with keys first, of its first element. Computed anew at each
+// use: two registers are too many to hold on to meanwhile.
+__device__ __forceinline__ long long state_pair_index(int state, int rows, int lane, bool key_first) {
     asm volatile("" : "+r"(state), "+r"(lane), "+r"(rows));
-    return static_cast<long long>(state) * kHeadDim * kHeadDim + (rows * 16 + (lane >> 2)) * kHeadDim + 2 * (lane & 3);
+    const int row = rows * 16 + (lane >> 2), column = 2 * (lane & 3);
+    return static_cast<long long>(state) * kHeadDim * kHeadDim + (key_first ? column * kHeadDim + row : row * kHeadDim + column);
 }
 
 // 16 rows of V of the state at a place; from nowhere, zero or, for a transition, the identity.
@@ -122,16 +157,49 @@ __device__ __forceinline__ void start_state(State& s, const StatePlace& place, b
         }
         return;
     }
-    const long long index = state_pair_index(place.number, rows, lane);
-    if (place.fp32) {
-        load_state<true>(s, place.base, index);
+    const long long index = state_pair_index(place.number, rows, lane, place.key_first);
+    if (place.key_first) {
+        place.fp32 ? load_state_key_first<true>(s, place.base, index) : load_state_key_first<false>(s, place.base, index);
     } else {
-        load_state<false>(s, place.base, index);
+        place.fp32 ? load_state<true>(s, place.base, index) : load_state<false>(s, place.base, index);
     }
 }
 
 __device__ __forceinline__ void save_state(const State& s, const StatePlace& place, int rows, int lane) {
-    if (place.base != nullptr) store_state(s, const_cast<void*>(place.base), place.fp32, state_pair_index(place.number, rows, lane));
+    if (place.base == nullptr) return;
+    const long long index = state_pair_index(place.number, rows, lane, place.key_first);
+    void* base = const_cast<void*>(place.base);
+    if (place.key_first) {
+        place.fp32 ? store_state_key_first<true>(s, base, index) : store_state_key_first<false>(s, base, index);
+    } else {
+        place.fp32 ? store_state<true>(s, base, index) : store_state<false>(s, base, index);
+    }
+}
+
+// Before an item's first chunk, where states are saved on the way, and after its last chunk: saves the state wherever it is wanted, and returns how many
+// chunks to do until the next such pause; 0 at the end.
+template <class Config>
+__device__ __forceinline__ int pause(const ForwardParams& p, const Block<Config>& block, const State& s) {
+    constexpr int kFinal = 1 + kMostMarks;
+    const int left = uniform(load_u32(left_at(block)));
+    KeptSaves saves = {};
+    if (p.saves) saves = kept_saves(block);
+    // One loop, so that the stores are there once.
+#pragma unroll 1
+    for (int which = p.saves ? 0 : kFinal; which <= kFinal; ++which) {
+        StatePlace place;
+        if (which < kFinal) {
+            place = save_place(p, saves, which);
+        } else if (left == 0) {
+            place = kept(block).final;
+        }
+        save_state(s, place, scan_rows(block), block.lane);
+    }
+    const int next = p.saves && left > 0 ? next_save(p, saves) : left;
+    __syncwarp();
+    store_u32(left_at(block), left - next);
+    __syncwarp();
+    return next;
 }
 
 }  // namespace flash_kda

@@ -19,21 +19,26 @@ template <class Config>
 __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
     const int warp = block.warp, lane = block.lane;
     const uint32_t fragment = fragment_offset(lane);
-    const uint32_t v_offset = value_offset(warp, lane);
     Place<Config> place = block.first_place();
     Walk walk = block.items();
     for (Item item; block.next_item(p, walk, item);) {
-        keep(block, final_place(p, item), walk);
+        keep(block, final_place(p, item), walk, item.count());
+        if (p.saves) keep_saves(block, p, item);
         State s;
         const int rows = scan_rows(block);
         if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, rows, lane);
         start_state(s, initial_place(p, item), item.transition, rows, lane);
         save_state(s, copy_place(p, item), rows, lane);
-        for (int left = item.count(); left > 0; --left, place.advance()) {
+        for (int left = 0;; --left, place.advance()) {  // chunks until the next pause
+            if (__builtin_expect(left == 0, 0)) {
+                left = pause(p, block, s);
+                if (left == 0) break;
+            }
             const uint32_t slot = place.slot();
             barrier_wait(place.ready(), place.phase);
 
             const BlockAddresses operands(slot, fragment);
+            const uint32_t v_offset = value_offset(warp, fresh_lane());
             float p_k[2][4] = {}, out[2][4] = {};  // S K~^T and S Q~^T: tokens 0-7, 8-15
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -49,8 +54,8 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
 
             uint32_t v[4], high[4], scores[4];
             load_matrices_transposed(v, slot + slot::kValue + v_offset);
-            load_matrices(high, slot + slot::kTransformHigh + lane * 16);
-            load_matrices(scores, slot + slot::kScores + lane * 16);
+            load_matrices(high, slot + slot::kTransformHigh + fresh_lane() * 16);
+            load_matrices(scores, slot + slot::kScores + fresh_lane() * 16);
             const uint32_t flags = load_u32(place.flags());
             const bool collinear = (flags & flag::kCollinear) != 0;
             if (flags > flag::kCollinear) clear_missing(v, flags >> flag::kMissingShift, lane);
@@ -83,11 +88,12 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             pack_fragment(o, out[0], out[1]);
             store_matrices_transposed(slot + slot::kOut + v_offset, o);
 
+            const int decay_lane = fresh_lane();
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 uint32_t k[4];
                 load_matrices_transposed(k, operands.key_minus(i));
-                decay_block(s, i, load_decay(slot, i, lane));
+                decay_block(s, i, load_decay(slot, i, decay_lane));
                 mma(s[2 * i], u_fragment, k[0], k[1]);
                 mma(s[2 * i + 1], u_fragment, k[2], k[3]);
                 if (collinear) mma(s[2 * i], u_rest, k[0], k[1]), mma(s[2 * i + 1], u_rest, k[2], k[3]);
@@ -98,7 +104,6 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
         }
         const auto [final, walk_on] = kept(block);
         walk = walk_on;
-        save_state(s, final, scan_rows(block), lane);
         if (final.handoff) announce_handoff(p, final.number, scan_rows(block), lane);
     }
 }

@@ -33,22 +33,26 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
     Place<Config> place = block.first_place();
     Walk walk = block.items();
     for (Item item; block.next_item(p, walk, item);) {
-        keep(block, final_place(p, item), walk);
+        keep(block, final_place(p, item), walk, item.count());
+        if (p.saves) keep_saves(block, p, item);
         State s;
         const int rows = scan_rows(block);
         if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, rows, lane);
         start_state(s, initial_place(p, item), item.transition, rows, lane);
         save_state(s, copy_place(p, item), rows, lane);
 
-        int left = item.count();
         float4 ahead[kAhead];
-        if (left > 0) {
-            barrier_wait(place.ready(), place.phase);
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, lane);
-        }
         uint32_t done_before = 0;
-        while (left > 0) {
+        for (int left = 0;;) {  // chunks until the next pause
+            if (__builtin_expect(left == 0, 0)) {
+                if (done_before != 0) hand_over(done_before);
+                done_before = 0;
+                left = pause(p, block, s);
+                if (left == 0) break;
+                barrier_wait(place.ready(), place.phase);
+#pragma unroll
+                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, fresh_lane());
+            }
             const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
             const uint32_t flags_at = place.flags();
 
@@ -71,17 +75,18 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             --left;
             place.advance();
             if (left > 0) barrier_wait(place.ready(), place.phase);
+            const int l4 = fresh_lane();
             float4 decay[8 - kAhead];
 #pragma unroll
-            for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, lane);
+            for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, l4);
             uint32_t v[4], high[4], scores[4];
             load_matrices_transposed(v, slot + slot::kValue + v_offset);
-            load_matrices(high, slot + slot::kTransformHigh + lane * 16);
+            load_matrices(high, slot + slot::kTransformHigh + fresh_lane() * 16);
             const uint32_t flags = load_u32(flags_at);
             const bool collinear = (flags & flag::kCollinear) != 0;
 #pragma unroll
             for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
-            load_matrices(scores, slot + slot::kScores + lane * 16);
+            load_matrices(scores, slot + slot::kScores + fresh_lane() * 16);
             __syncwarp();  // all of V is read before O is written over it
             pin(s);
             cute::warpgroup_wait<0>();
@@ -121,7 +126,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             cute::warpgroup_commit_batch();
             if (left > 0) {
 #pragma unroll
-                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, lane);
+                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, fresh_lane());
             }
             uint32_t o[4];
             pack_fragment(o, out[0], out[1]);
@@ -130,10 +135,8 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             pin(s);
             if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(lane)));
         }
-        if (done_before != 0) hand_over(done_before);
         const auto [final, walk_on] = kept(block);
         walk = walk_on;
-        save_state(s, final, scan_rows(block), lane);
         if (final.handoff) announce_handoff(p, final.number, scan_rows(block), lane);
     }
 }
