@@ -129,9 +129,7 @@ def fwd(
 
     launch, workspace_size = _native or _load_native()
     device = q.get_device()
-    size = 0
-    if not call[WHOLE]:
-        size = workspace_size(device, call[TOKENS], call[VALUE_HEADS], call[SEQUENCES], call[OFFSETS] != 0)
+    size = workspace_size(device, call[TOKENS], call[VALUE_HEADS], call[SEQUENCES], call[OFFSETS] != 0, call[WHOLE])
     if workspace is not None:
         check_workspace(workspace, size)
     if out is None:
@@ -151,8 +149,8 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     """Bytes of scratch memory that ``fwd`` takes for a call over ``T_total`` tokens, ``H`` value heads and ``N`` sequences.
 
     ``fwd`` allocates them itself, from torch's allocator, if it is given no ``workspace``. They hold the states between the segments into which few long sequences
-    are cut (see ``fwd``); most calls need none. The answer is for the current CUDA device, and for N rows of a batch: N > 1
-    sequences in ``cu_seqlens`` are not cut. 0 where no kernel can run.
+    are cut (see ``fwd``); most calls need none. The answer is for the current CUDA device, and enough for N rows of a batch as
+    well as for N sequences in ``cu_seqlens``. 0 where no kernel can run.
 
     Raises:
         ValueError: for a negative count.
@@ -165,14 +163,15 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     if device_code.choose(device).kernel is None:
         return 0
     _, workspace_size = _native or _load_native()
-    return workspace_size(device, -(-T_total // N), H, N, False)
+    rows = workspace_size(device, -(-T_total // N), H, N, False, False)
+    return max(rows, workspace_size(device, T_total, H, N, True, False))
 
 
 # Bound at the first call: looking the module up costs more than the checks of an argument.
-_native: tuple[Callable[..., None], Callable[[int, int, int, int, bool], int]] | None = None
+_native: tuple[Callable[..., None], Callable[[int, int, int, int, bool, bool], int]] | None = None
 
 
-def _load_native() -> tuple[Callable[..., None], Callable[[int, int, int, int, bool], int]]:
+def _load_native() -> tuple[Callable[..., None], Callable[[int, int, int, int, bool, bool], int]]:
     global _native
     module = device_code.native()
     _native = (module.forward, module.workspace_size)

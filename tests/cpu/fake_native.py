@@ -61,7 +61,7 @@ class FakeNative:
     ) -> None:
         self.loads, self.gpus, self.cubins = driver, gpus, cubins
         self.calls: list[tuple[int, int]] = []
-        self.asked: tuple[int, int, int, int, bool] | None = None
+        self.asked: tuple[int, int, int, int, bool, bool] | None = None
         self.workspace_bytes = 0  # what a call needs
         self.workspaces: list[int] = []  # addresses that calls were handed
 
@@ -93,8 +93,8 @@ class FakeNative:
                 return {**cubin, "kernel": f"{cubin['unit']}-wide"}
         raise RuntimeError(f"no code for {name} (compute capability {major}.{minor}) is embedded")
 
-    def workspace_size(self, device: int, T: int, H: int, N: int, has_offsets: bool) -> int:
-        self.asked = (device, T, H, N, has_offsets)
+    def workspace_size(self, device: int, T: int, H: int, N: int, has_offsets: bool, whole: bool) -> int:
+        self.asked = (device, T, H, N, has_offsets, whole)
         return self.workspace_bytes
 
     def forward(
@@ -109,11 +109,8 @@ class FakeNative:
         slots: Any, intermediate: Any, checkpoint: Any,
         workspace: int, workspace_bytes: int,
     ) -> None:  # fmt: skip
-        if whole:
-            assert workspace_bytes == 0
-        else:
-            assert workspace_bytes == self.workspace_bytes
-            assert self.asked == (device, T, HV, N, cu_seqlens != 0)
+        assert workspace_bytes == self.workspace_bytes
+        assert self.asked == (device, T, HV, N, cu_seqlens != 0, whole)
         assert (workspace != 0) == (workspace_bytes > 0)
         self.workspaces.append(workspace)
         for strides in (q_strides, k_strides, v_strides, g_strides, beta_strides, out_strides):

@@ -208,17 +208,17 @@ def test_a_workspace_of_the_callers_is_used(fake: fake_native.FakeNative, monkey
     assert bool((out.as_subclass(torch.Tensor) == 7.0).all())
 
 
-@pytest.mark.parametrize("why", ["batch_invariant", "intermediate_states", "checkpoint_states"])
-def test_calls_that_must_not_be_cut_take_no_workspace(why: str, fake: fake_native.FakeNative) -> None:
-    fake.workspace_bytes = 640
+@pytest.mark.parametrize("why", ["nothing", "batch_invariant", "intermediate_states", "checkpoint_states"])
+def test_calls_that_must_not_be_cut_say_so(why: str, fake: fake_native.FakeNative) -> None:
     problem = moved(cases.make("cpu", [20], 2))
     out = fake_native.on_fake_gpu(torch.zeros(1, 20, 2, 128, dtype=BF16))
     states = fake_native.on_fake_gpu(torch.zeros(1, 2, 128, 128))
-    extras: dict[str, Any] = {why: True if why == "batch_invariant" else states}
+    extras: dict[str, Any] = {} if why == "nothing" else {why: True if why == "batch_invariant" else states}
     if why == "checkpoint_states":
         extras["checkpoint_offsets"] = fake_native.on_fake_gpu(torch.tensor([16]))
     call(problem, out, None, **extras)
-    assert fake.workspaces == [0]
+    assert fake.asked is not None
+    assert fake.asked[-1] is (why != "nothing")
 
 
 def test_out_is_allocated_on_the_device_of_q(fake: fake_native.FakeNative, monkeypatch: pytest.MonkeyPatch) -> None:

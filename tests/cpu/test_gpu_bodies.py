@@ -71,6 +71,11 @@ def test_forms(name: str) -> None:
     cases.check_against_oracle("", cases.forms("cpu", [20, 5])[name], cases.FORM_LIMIT, kind="recurrent")
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_random_forms(seed: int) -> None:
+    cases.check_against_oracle("", cases.random_form("cpu", seed), cases.FORM_LIMIT, kind="recurrent")
+
+
 def test_fresh_process() -> None:
     body = """
         thread = threading.Thread(target=first_call)

@@ -40,7 +40,7 @@ def test_kernel(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         [
             sys.executable, "-c", START, "-q", "-x", "-p", "no:cacheprovider", "-k", f"not ({LEFT_OUT})",
             "--record", str(target), str(HERE / "test_accuracy.py"), str(HERE / "test_layout.py"), str(HERE / "test_split.py"),
-            str(HERE / "test_times.py"),
+            str(HERE / "test_times.py"), str(HERE / "test_forms.py"), str(HERE / "test_states.py"),
         ],
         capture_output=True, text=True, check=False, timeout=300, cwd=HERE.parent.parent, env=os.environ,
     )  # fmt: skip
