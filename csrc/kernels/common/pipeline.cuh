@@ -261,7 +261,7 @@ __device__ __forceinline__ void prepare(const ForwardParams& p, const Block<Conf
                 beta = lane < valid ? p.beta_factor * beta : 0.f;
                 const Origin origin = {item.batch, item.first + mine * kChunkTokens, item.head};
                 barrier_wait(place.full(), place.phase);
-                if ((p.by_hand & ~by_hand::kOut) != 0) load_by_hand(p, place.slot(), origin, valid, lane);
+                if ((p.by_hand & ~by_hand::kOut) != 0) load_by_hand(p, place.slot(), origin.hidden(), valid, fresh_lane());
                 const bool collinear = prepare_chunk(p, place.slot(), scratch, bias, gate, origin, beta, valid, lane);
                 const uint32_t missing = item.transition ? kChunkTokens : kChunkTokens - valid;
                 store_u32(place.flags(), missing << flag::kMissingShift | (collinear ? flag::kCollinear : 0u));

@@ -183,6 +183,13 @@ __device__ __forceinline__ void finish_block(const Chunk& chunk, int i, const ui
 // Where a chunk comes from.
 struct Origin {
     int batch, token, head;
+
+    // Itself, but out of the compiler's sight: what seldom follows from it is then not computed ahead of time, into registers that others need.
+    __device__ __forceinline__ Origin hidden() const {
+        Origin origin = *this;
+        asm volatile("" : "+r"(origin.batch), "+r"(origin.token), "+r"(origin.head));
+        return origin;
+    }
 };
 
 // `beta` is lane t's, activated, for t < valid, else 0. `scratch`: kScratchBytes. Returns whether some keys are near-equal; only then the low half of T
@@ -217,7 +224,6 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
             minus_ones[h][r] = token <= row && token < valid ? 0xbf800000u : 0u;
         }
     }
-    const uint32_t bias_at = bias + g * 4;
     const auto load_gate = [&](int i, uint32_t (&raw)[4]) {
         load_matrices_transposed(raw, block_address(slot, fragment, i, slot::kGate, slot::kPanelStride));
     };
@@ -232,7 +238,7 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
             for (int n = 0; n < 2; ++n) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) cumulative[n][e] = 0.f;
-                const float b = load_float(bias_at + (16 * i + 8 * n) * 4);
+                const float b = load_float(bias + (16 * i + 8 * n + g) * 4);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const uint32_t pair = raw[2 * n + h];
@@ -267,6 +273,10 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
     } else {
         // The same for every gate, g in fp32, raw keys: rolled, to stay out of the way of what is usual.
         const float steep = p.normalise ? kSteep : kSteepRaw;
+        const Origin from = origin.hidden();
+        Chunk here = chunk;
+        here.lane = fresh_lane();
+        const int g = here.lane >> 2, c = here.lane & 3;
 #pragma unroll 1
         for (int i = 0; i < 8; ++i) {
             float x[2][2][2];  // [n][h][e]: channel 16i + 8n + g, token 8h + 2c + e; zero past the end
@@ -276,7 +286,7 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         const int token = 8 * h + 2 * c + e;
-                        const float* row = token_row<float>(p.g, origin.batch, origin.token + token, origin.head) + 16 * i + g;
+                        const float* row = token_row<float>(p.g, from.batch, from.token + token, from.head) + 16 * i + g;
 #pragma unroll
                         for (int n = 0; n < 2; ++n) x[n][h][e] = token < valid ? row[8 * n] : 0.f;
                     }
@@ -290,12 +300,10 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
                     for (int h = 0; h < 2; ++h) x[n][h][0] = bf16_low(raw[2 * n + h]), x[n][h][1] = bf16_high(raw[2 * n + h]);
                 }
             }
-            uint32_t k[4], q[4];
-            chunk.load_block(i, k, q);
             float cumulative[2][4] = {};
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const float b = load_float(bias_at + (16 * i + 8 * n) * 4);
+                const float b = load_float(bias + (16 * i + 8 * n + g) * 4);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -308,8 +316,10 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
                     mma_tf32(cumulative[n], minus_ones[h], __float_as_uint(x[n][h][0]), __float_as_uint(x[n][h][1]));
                 }
             }
+            uint32_t k[4], q[4];
+            here.load_block(i, k, q);
             __syncwarp();  // the results go to the same places
-            finish_block<true>(chunk, i, k, q, cumulative, m, scores, steep);
+            finish_block<true>(here, i, k, q, cumulative, m, scores, steep);
         }
     }
 
