@@ -38,7 +38,8 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             barrier_wait(place.ready(), place.phase);
 
             const BlockAddresses operands(slot, fragment);
-            const uint32_t v_offset = value_offset(warp, fresh_lane());
+            const int here = fresh_lane();
+            const uint32_t v_offset = value_offset(warp, here);
             float p_k[2][4] = {}, out[2][4] = {};  // S K~^T and S Q~^T: tokens 0-7, 8-15
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -54,8 +55,8 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
 
             uint32_t v[4], high[4], scores[4];
             load_matrices_transposed(v, slot + slot::kValue + v_offset);
-            load_matrices(high, slot + slot::kTransformHigh + fresh_lane() * 16);
-            load_matrices(scores, slot + slot::kScores + fresh_lane() * 16);
+            load_matrices(high, slot + slot::kTransformHigh + here * 16);
+            load_matrices(scores, slot + slot::kScores + here * 16);
             const uint32_t flags = load_u32(place.flags());
             const bool collinear = (flags & flag::kCollinear) != 0;
             if (flags > flag::kCollinear) clear_missing(v, flags >> flag::kMissingShift, lane);
@@ -88,12 +89,11 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             pack_fragment(o, out[0], out[1]);
             store_matrices_transposed(slot + slot::kOut + v_offset, o);
 
-            const int decay_lane = fresh_lane();
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 uint32_t k[4];
                 load_matrices_transposed(k, operands.key_minus(i));
-                decay_block(s, i, load_decay(slot, i, decay_lane));
+                decay_block(s, i, load_decay(slot, i, here));
                 mma(s[2 * i], u_fragment, k[0], k[1]);
                 mma(s[2 * i + 1], u_fragment, k[2], k[3]);
                 if (collinear) mma(s[2 * i], u_rest, k[0], k[1]), mma(s[2 * i + 1], u_rest, k[2], k[3]);

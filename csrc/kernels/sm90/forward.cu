@@ -51,7 +51,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
                 if (left == 0) break;
                 barrier_wait(place.ready(), place.phase);
 #pragma unroll
-                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, fresh_lane());
+                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, lane);
             }
             const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
             const uint32_t flags_at = place.flags();
@@ -75,18 +75,18 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             --left;
             place.advance();
             if (left > 0) barrier_wait(place.ready(), place.phase);
-            const int l4 = fresh_lane();
+            const int here = fresh_lane();
             float4 decay[8 - kAhead];
 #pragma unroll
-            for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, l4);
+            for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, here);
             uint32_t v[4], high[4], scores[4];
             load_matrices_transposed(v, slot + slot::kValue + v_offset);
-            load_matrices(high, slot + slot::kTransformHigh + fresh_lane() * 16);
+            load_matrices(high, slot + slot::kTransformHigh + here * 16);
             const uint32_t flags = load_u32(flags_at);
             const bool collinear = (flags & flag::kCollinear) != 0;
 #pragma unroll
             for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
-            load_matrices(scores, slot + slot::kScores + fresh_lane() * 16);
+            load_matrices(scores, slot + slot::kScores + here * 16);
             __syncwarp();  // all of V is read before O is written over it
             pin(s);
             cute::warpgroup_wait<0>();
@@ -125,8 +125,9 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             wgmma_state(s, u_fragment, key_minus_descriptor(slot16));
             cute::warpgroup_commit_batch();
             if (left > 0) {
+                const int here = fresh_lane();
 #pragma unroll
-                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, fresh_lane());
+                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, here);
             }
             uint32_t o[4];
             pack_fragment(o, out[0], out[1]);
