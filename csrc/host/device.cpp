@@ -50,7 +50,7 @@ class RelaxedCapture {
 
 template <class Ring>
 constexpr Kernel describe(const char* name, const char* unit, const char* entry) {
-    return {name, unit, entry, Ring::kThreads, Ring::kDynamicSharedBytes, Ring::kPairs ? 2 : 1};
+    return {name, unit, entry, Ring::kThreads, Ring::kDynamicSharedBytes};
 }
 
 // Best first.
@@ -100,14 +100,6 @@ LoadedKernel load_kernel(int index) {
         driver.check(driver.module_function(&loaded.combine, module, kCombineEntry), "finding the entry point that chains segments");
         driver.check(driver.function_attribute(loaded.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, choice.kernel->shared_bytes),
                      "raising the kernel's shared-memory limit");
-        loaded.blocks = info.sm_count;
-        if (choice.kernel->cluster > 1) {
-            CUlaunchAttribute attributes[1];
-            const CUlaunchConfig config = launch_config(*choice.kernel, choice.kernel->cluster, nullptr, attributes);
-            int clusters = 0;
-            driver.check(driver.max_clusters(&clusters, loaded.function, &config), "counting the clusters that run at once");
-            loaded.blocks = clusters * choice.kernel->cluster;
-        }
     } catch (...) {
         driver.module_unload(module);
         throw;
@@ -162,22 +154,6 @@ Choice choose_kernel(const DeviceInfo& info) {
     if (!automatic) throw std::runtime_error(std::string("flash_kda: FLASH_KDA_KERNEL=") + forced + " is unknown; expected one of " + known);
     throw std::runtime_error("flash_kda: no kernel for " + describe_device(info) + "; this build holds " + embedded_list() +
                              ". Rebuild with FLASH_KDA_CUDA_ARCHS set for this GPU, if it is one of the supported ones");
-}
-
-CUlaunchConfig launch_config(const Kernel& kernel, int blocks, CUstream stream, CUlaunchAttribute* attributes) {
-    CUlaunchConfig config = {};
-    config.gridDimX = blocks, config.gridDimY = 1, config.gridDimZ = 1;
-    config.blockDimX = kernel.threads, config.blockDimY = 1, config.blockDimZ = 1;
-    config.sharedMemBytes = kernel.shared_bytes;
-    config.hStream = stream;
-    if (kernel.cluster > 1) {
-        attributes[0].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-        attributes[0].value.clusterDim.x = kernel.cluster;
-        attributes[0].value.clusterDim.y = attributes[0].value.clusterDim.z = 1;
-        config.attrs = attributes;
-        config.numAttrs = 1;
-    }
-    return config;
 }
 
 const LoadedKernel& loaded_kernel(int index) {

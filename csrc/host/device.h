@@ -27,16 +27,12 @@ struct Kernel {
     const char* entry;
     int threads;       // in a block
     int shared_bytes;  // dynamic, in a block
-    int cluster;       // blocks in a cluster
 };
 
 struct Choice {
     const Kernel* kernel;
     const EmbeddedCubin* cubin;
 };
-
-// A launch of `blocks` blocks; `attributes` has room for one and must live as long as the result is used.
-CUlaunchConfig launch_config(const Kernel& kernel, int blocks, CUstream stream, CUlaunchAttribute* attributes);
 
 // The best kernel that is embedded for a device and fits it, or the one that FLASH_KDA_KERNEL names. Throws std::runtime_error with the
 // reason if there is none.
@@ -49,7 +45,6 @@ struct LoadedKernel {
     CUfunction function = nullptr;
     CUfunction combine = nullptr;  // chains segments
     int sm_count = 0;
-    int blocks = 0;  // that run at once, a multiple of the kernel's cluster
 };
 const LoadedKernel& loaded_kernel(int index);
 

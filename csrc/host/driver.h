@@ -28,8 +28,7 @@ namespace flash_kda {
     X(module_function, cuModuleGetFunction, "cuModuleGetFunction")                          \
     X(function_attribute, cuFuncSetAttribute, "cuFuncSetAttribute")                         \
     X(encode_tensor_map, cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled")                  \
-    X(max_clusters, cuOccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters")           \
-    X(launch, cuLaunchKernelEx, "cuLaunchKernelEx")
+    X(launch, cuLaunchKernel, "cuLaunchKernel")
 
 struct Driver {
 #define FLASH_KDA_DECLARE(member, function, symbol) decltype(&function) member = nullptr;

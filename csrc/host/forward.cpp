@@ -12,10 +12,6 @@
 #include "kernels/common/combine.h"
 #include "kernels/common/slot.h"
 
-#ifndef FLASH_KDA_PAIRING
-#define FLASH_KDA_PAIRING 2
-#endif
-
 namespace flash_kda {
 namespace {
 
@@ -61,23 +57,22 @@ static_assert(sizeof(Maps) == 5 * 128 && alignof(Maps) == 64);
 Maps describe_tensors(const Driver& driver, ForwardParams& params, int B) {
     Maps maps = {};
     params.by_hand = 0;
-    params.key_query_gate_bytes = 0;
+    params.load_bytes = 0;
     if (B == 0 || params.T == 0) return maps;  // the copy engine knows no empty tensor; without tokens nothing is moved
-    const auto describe = [&](CUtensorMap& map, int which, const TokenTensor& tensor, int heads, int panels, int bytes) {
+    const auto describe = [&](CUtensorMap& map, int which, const TokenTensor& tensor, int heads, int panels) {
         const bool fp32 = which == by_hand::kGate && params.g_is_fp32;
         if (!fp32 && copyable(tensor, B, params.T, heads)) {
             map = encode(driver, tensor, B, params.T, heads, panels);
-            params.key_query_gate_bytes += bytes;
+            if (which != by_hand::kOut) params.load_bytes += kPanels * slot::kPanelBytes;
         } else {
             params.by_hand |= which;
         }
     };
-    constexpr int kTileBytes = kPanels * slot::kPanelBytes;
-    describe(maps.q, by_hand::kQuery, params.q, params.H / params.group, 1, kTileBytes);
-    describe(maps.k, by_hand::kKey, params.k, params.H / params.group, 1, kTileBytes);
-    describe(maps.g, by_hand::kGate, params.g, params.H, kPanels, kTileBytes);
-    describe(maps.v, by_hand::kValue, params.v, params.H, 1, 0);
-    describe(maps.o, by_hand::kOut, params.out, params.H, 1, 0);
+    describe(maps.q, by_hand::kQuery, params.q, params.H / params.group, 1);
+    describe(maps.k, by_hand::kKey, params.k, params.H / params.group, 1);
+    describe(maps.v, by_hand::kValue, params.v, params.H, kPanels);
+    describe(maps.g, by_hand::kGate, params.g, params.H, kPanels);
+    describe(maps.o, by_hand::kOut, params.out, params.H, kPanels);
     return maps;
 }
 
@@ -93,7 +88,7 @@ std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets,
     const LoadedKernel& loaded = loaded_kernel(device);
     const Plan plan = whole ? Plan{} : plan_segments(loaded.sm_count, T, H, N, has_offsets);
     if (plan.segments > 1) return segment_bytes(plan, H, N);
-    return handoff_bytes(loaded.blocks, loaded.kernel->cluster, T, H, N, has_offsets);
+    return handoff_bytes(loaded.sm_count, T, H, N, has_offsets);
 }
 
 void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
@@ -109,30 +104,26 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     ContextScope scope(loaded.context);
     params.usual = params.gate == Gate::kBounded && !params.g_is_fp32 && params.normalise;
     const Maps maps = describe_tensors(driver, params, call.B);
-    const CUstream on = reinterpret_cast<CUstream>(stream);
-    const auto launch = [&](Pass pass, long long most_teams) {
+    const auto launch = [&](Pass pass, long long blocks) {
         params.pass = pass;
         void* arguments[] = {&params, const_cast<Maps*>(&maps)};
-        CUlaunchAttribute attributes[1];
-        const int blocks = static_cast<int>(std::min<long long>(most_teams * loaded.kernel->cluster, loaded.blocks));
-        const CUlaunchConfig config = launch_config(*loaded.kernel, blocks, on, attributes);
-        driver.check(driver.launch(&config, loaded.function, arguments, nullptr), "launching the kernel");
+        driver.check(driver.launch(loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1, 1, loaded.kernel->threads,
+                                   1, 1, loaded.kernel->shared_bytes, reinterpret_cast<CUstream>(stream), arguments, nullptr),
+                     "launching the kernel");
     };
 
     const bool has_offsets = params.cu_seqlens != nullptr;
     const Plan plan = call.whole ? Plan{} : plan_segments(loaded.sm_count, params.T, params.H, params.N, has_offsets);
     const std::size_t needed = plan.segments > 1 ? segment_bytes(plan, params.H, params.N)
-                                                 : handoff_bytes(loaded.blocks, loaded.kernel->cluster, params.T, params.H, params.N, has_offsets);
+                                                 : handoff_bytes(loaded.sm_count, params.T, params.H, params.N, has_offsets);
     if (needed > 0 && (call.workspace == 0 || call.workspace_bytes < needed)) {
         throw std::runtime_error("flash_kda: this call needs " + std::to_string(needed) + " bytes of workspace, got " +
                                  std::to_string(call.workspace == 0 ? 0 : call.workspace_bytes));
     }
-    // Each block of a pair needs its half of v, which only the copy engine brings it.
-    params.pairing = (params.by_hand & by_hand::kValue) != 0 ? 0 : FLASH_KDA_PAIRING;
     if (plan.segments == 1) {
         if (needed > 0) {
             params.handoff_states = reinterpret_cast<float*>(call.workspace);
-            params.handoff_flags = reinterpret_cast<unsigned long long*>(call.workspace + handoff_flags_offset(loaded.blocks));
+            params.handoff_flags = reinterpret_cast<unsigned long long*>(call.workspace + handoff_flags_offset(loaded.sm_count));
             params.handoff_ticket = next_ticket();
         }
         launch(Pass::kWhole, items);
@@ -144,11 +135,9 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     params.segment_tokens = plan.segment_tokens;
     launch(Pass::kSummaries, items * (2 * plan.segments - 3));
     void* arguments[] = {&params};
-    CUlaunchConfig combine = {};
-    combine.gridDimX = kCombineBlocks, combine.gridDimY = params.H, combine.gridDimZ = params.N;
-    combine.blockDimX = kCombineThreads, combine.blockDimY = 1, combine.blockDimZ = 1;
-    combine.hStream = on;
-    driver.check(driver.launch(&combine, loaded.combine, arguments, nullptr), "launching the kernel that chains segments");
+    driver.check(driver.launch(loaded.combine, kCombineBlocks, static_cast<unsigned>(params.H), static_cast<unsigned>(params.N), kCombineThreads, 1,
+                               1, 0, reinterpret_cast<CUstream>(stream), arguments, nullptr),
+                 "launching the kernel that chains segments");
     launch(Pass::kSegments, items * plan.segments);
 }
 

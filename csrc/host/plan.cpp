@@ -44,11 +44,11 @@ std::size_t handoff_flags_offset(int blocks) {
     return static_cast<std::size_t>(blocks + 1) * kHeadDim * kHeadDim * sizeof(float);
 }
 
-std::size_t handoff_bytes(int blocks, int cluster, int T, int H, int N, bool has_offsets) {
-    const long long fewest_teams = blocks / cluster, items = static_cast<long long>(N) * H;
+std::size_t handoff_bytes(int blocks, int T, int H, int N, bool has_offsets) {
+    const long long items = static_cast<long long>(N) * H;
     const long long chunks = (T + kChunkTokens - 1) / kChunkTokens;
     const long long most = (has_offsets ? chunks + N : chunks * N) + static_cast<long long>(N) * kItemCost;  // of one head, with what items cost
-    if (items <= fewest_teams || most * H < fewest_teams * (kLeastShare - 1)) return 0;
+    if (items <= blocks || most * H < static_cast<long long>(blocks) * (kLeastShare - 1)) return 0;
     return handoff_flags_offset(blocks) + static_cast<std::size_t>(blocks + 1) * kScanWarps * sizeof(unsigned long long);
 }
 

@@ -18,9 +18,9 @@ Plan plan_segments(int sm_count, int T, int H, int N, bool has_offsets);
 // What a plan needs, in bytes: boundary states and transitions.
 std::size_t segment_bytes(const Plan& plan, int H, int N);
 
-// What a call that cuts no sequence into segments needs to share out its items evenly among `blocks` blocks, of which `cluster` can work as one: room for
-// the states that change hands, and flags. 0 if no item will be cut (schedule.cuh).
-std::size_t handoff_bytes(int blocks, int cluster, int T, int H, int N, bool has_offsets);
+// What a call that cuts no sequence into segments needs to share out its items evenly among `blocks` blocks: room for the states that change hands, and
+// flags. 0 if no item will be cut (schedule.cuh).
+std::size_t handoff_bytes(int blocks, int T, int H, int N, bool has_offsets);
 // Of these, where the flags begin.
 std::size_t handoff_flags_offset(int blocks);
 

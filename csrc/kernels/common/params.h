@@ -73,7 +73,7 @@ struct ForwardParams {
     int snapshot_rows;
     int marks_each;
     int by_hand;
-    int key_query_gate_bytes;  // of a chunk, that the copy engine brings
+    int load_bytes;            // of a chunk, that the copy engine brings
     int group;                 // value heads that share a query and a key
     Gate gate;
     int usual;  // gate bounded, g in bf16, q and k normalised here
@@ -87,13 +87,12 @@ struct ForwardParams {
     // initial one). [N, segments, H, K, K]: P of segment j, for 1 <= j < segments - 1.
     float* boundary_states;
     float* transitions;
-    // Or, when whole items are shared out among teams (schedule.cuh): at boundary b the state [b, V, K], fp32, of the item that is cut there, and flags
+    // Or, when whole items are shared out among blocks (schedule.cuh): at boundary b the state [b, V, K], fp32, of the item that is cut there, and flags
     // [b, 8], one for each 16 rows of V: equal to handoff_ticket once these rows have been written. Null: no item is cut.
     float* handoff_states;
     unsigned long long* handoff_flags;
     unsigned long long handoff_ticket;
     Pass pass;
-    int pairing;         // of blocks: 0 never, 1 always, 2 as the lengths suggest
     int segments;        // of each sequence
     int segment_tokens;  // a multiple of kChunkTokens; the last segment may be shorter, or empty
     int T;               // tokens in one batch row (all tokens with cu_seqlens)

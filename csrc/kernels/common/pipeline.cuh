@@ -3,10 +3,6 @@
 //
 // A slot goes: full (tiles have landed) -> ready (prepared) -> done (consumed, O written over V) -> stored, loaded again.
 // Prepare warps take chunks round robin; one warp moves data; what scans the state is each kernel's own.
-//
-// Two blocks of a cluster can work as one, so that one head's scan runs on two multiprocessors: each block scans 64 rows of V and prepares every
-// other chunk for both. It loads k, q and g of its own chunks and its half of v of all of them; a prepared slot is copied to the other block, whose `ready`
-// barrier counts the bytes. A slot is loaded again when it is done in both blocks: then the other block has its copy, and has room for the next.
 #pragma once
 
 #include "kernels/common/prepare.cuh"
@@ -14,9 +10,9 @@
 
 namespace flash_kda {
 
-// Box: one 64-channel panel x 16 tokens; of g, two panels.
 struct Maps {
-    TensorMap q, k, v, g, o;
+    TensorMap q, k;     // box: one 64-channel panel x 16 tokens
+    TensorMap v, g, o;  // box: two panels x 16 tokens
 };
 
 // A place in the ring: the slot of one chunk and its barriers.
@@ -30,21 +26,13 @@ struct Place {
     __device__ __forceinline__ uint32_t full() const { return base + Config::kBarrierOffset + stage * 8; }
     __device__ __forceinline__ uint32_t ready() const { return full() + Config::kStages * 8; }
     __device__ __forceinline__ uint32_t done() const { return full() + 2 * Config::kStages * 8; }
-    __device__ __forceinline__ uint32_t released() const { return full() + 3 * Config::kStages * 8; }  // done in the other block of the pair
-    __device__ __forceinline__ uint32_t flags() const { return base + Config::kFlagOffset + stage * kFlagBytes; }
-    // `chunks` onward, at most two turns.
+    __device__ __forceinline__ uint32_t collinear() const { return base + Config::kFlagOffset + stage * 4; }
+    // `chunks` onward, at most one turn.
     __device__ __forceinline__ void advance(int chunks = 1) {
         stage += chunks;
         if (stage >= Config::kStages) stage -= Config::kStages, phase ^= 1;
-        if (chunks > Config::kStages && stage >= Config::kStages) stage -= Config::kStages, phase ^= 1;
     }
 };
-
-// A slot's flags: whether keys are near-equal (prepare.cuh), and how many of its last tokens have no v: they lie past the end, or v is zero.
-namespace flag {
-inline constexpr uint32_t kCollinear = 1;
-inline constexpr int kMissingShift = 1;
-}  // namespace flag
 
 // What a block knows of itself.
 template <class Config>
@@ -52,10 +40,9 @@ struct Block {
     uint32_t base;  // shared memory, 1024-byte aligned
     int warp, lane;
 
-    // Ends with a barrier across the team.
+    // Ends with a block-wide barrier.
     __device__ __forceinline__ explicit Block(const ForwardParams& p);
-    __device__ __forceinline__ Team team() const { return Config::kPairs ? load_team(base + Config::kScheduleOffset) : Team{0, 0, false}; }
-    __device__ __forceinline__ Walk items() const { return Walk(uniform(load_u32(base + Config::kScheduleOffset + share::kFirst))); }
+    __device__ __forceinline__ Walk items() const { return Walk(share::word(base + Config::kScheduleOffset, share::kFirst)); }
     __device__ __forceinline__ bool next_item(const ForwardParams& p, Walk& walk, Item& item) const {
         return walk.next(p, base + Config::kScheduleOffset, item);
     }
@@ -64,37 +51,28 @@ struct Block {
 
 // ---- move ----------------------------------------------------------------------------------------------------------------------------
 
-// `own`: whether this block prepares the chunk. What the copy engine cannot take is left to the warp that prepares it.
+// What the copy engine cannot take is left to the warp that prepares the chunk.
 template <class Config>
-__device__ __forceinline__ void load_chunk(const ForwardParams& p, const Maps& maps, const Place<Config>& place, const Item& item, int chunk,
-                                           bool own, const Team& team) {
+__device__ __forceinline__ void load_chunk(const ForwardParams& p, const Maps& maps, const Place<Config>& place, const Item& item, int chunk) {
     const uint32_t slot = place.slot();
     const int token = item.first + chunk * kChunkTokens;
+    auto* full = reinterpret_cast<uint64_t*>(shared_pointer(place.full()));
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    const int value_bytes = (p.by_hand & by_hand::kValue) != 0 ? 0 : team.pair ? slot::kPanelBytes : 2 * slot::kPanelBytes;
-    const uint32_t barrier = own ? place.full() : place.ready();
-    barrier_expect_bytes(barrier, value_bytes + (own ? p.key_query_gate_bytes : slot::kSharedBytes + kFlagBytes));
-    auto* landed = reinterpret_cast<uint64_t*>(shared_pointer(barrier));
+    barrier_expect_bytes(place.full(), p.load_bytes);
     using Load = cute::SM90_TMA_LOAD_5D;
+    const int key_head = p.group == 1 ? item.head : item.head / p.group;
     // Coordinates: channel in panel, token, panel, head, batch row.
-    if (own) {
-        const int key_head = p.group == 1 ? item.head : item.head / p.group;
-        for (int panel = 0; panel < 2; ++panel) {
-            const uint32_t at = slot + panel * slot::kKeyQueryPanelStride;
-            if ((p.by_hand & by_hand::kKey) == 0) {
-                Load::copy(&maps.k, landed, kHint, shared_pointer(at + slot::kKey), 0, token, panel, key_head, item.batch);
-            }
-            if ((p.by_hand & by_hand::kQuery) == 0) {
-                Load::copy(&maps.q, landed, kHint, shared_pointer(at + slot::kQuery), 0, token, panel, key_head, item.batch);
-            }
+    for (int panel = 0; panel < 2; ++panel) {
+        const uint32_t at = slot + panel * slot::kKeyQueryPanelStride;
+        if ((p.by_hand & by_hand::kKey) == 0) {
+            Load::copy(&maps.k, full, kHint, shared_pointer(at + slot::kKey), 0, token, panel, key_head, item.batch);
         }
-        if ((p.by_hand & by_hand::kGate) == 0) {
-            Load::copy(&maps.g, landed, kHint, shared_pointer(slot + slot::kGate), 0, token, 0, item.head, item.batch);
+        if ((p.by_hand & by_hand::kQuery) == 0) {
+            Load::copy(&maps.q, full, kHint, shared_pointer(at + slot::kQuery), 0, token, panel, key_head, item.batch);
         }
     }
-    if ((p.by_hand & by_hand::kValue) != 0) return;
-    Load::copy(&maps.v, landed, kHint, shared_pointer(slot + slot::kValue), 0, token, team.rank, item.head, item.batch);
-    if (!team.pair) Load::copy(&maps.v, landed, kHint, shared_pointer(slot + slot::kValue + slot::kPanelStride), 0, token, 1, item.head, item.batch);
+    if ((p.by_hand & by_hand::kGate) == 0) Load::copy(&maps.g, full, kHint, shared_pointer(slot + slot::kGate), 0, token, 0, item.head, item.batch);
+    if ((p.by_hand & by_hand::kValue) == 0) Load::copy(&maps.v, full, kHint, shared_pointer(slot + slot::kValue), 0, token, 0, item.head, item.batch);
 }
 
 // An fp32 g is read by the warp that prepares the chunk: brought near ahead of time. A row is 512 bytes, seen as four lines.
@@ -109,24 +87,19 @@ __device__ __forceinline__ void prefetch_gate(const ForwardParams& p, const Item
 // Loads a block's chunks one after the other, through all its items.
 template <class Config>
 struct Loader {
-    const Team team;
     Walk walk;
     Place<Config> place;
     Item item = {};
     int chunk = 0, count = 0;
-    bool own;  // of a pair, the blocks take turns
 
-    __device__ __forceinline__ Loader(const ForwardParams& p, const Block<Config>& block)
-        : team(block.team()), walk(block.items()), place(block.first_place()), own(team.rank == 0) {
+    __device__ __forceinline__ Loader(const ForwardParams& p, const Block<Config>& block) : walk(block.items()), place(block.first_place()) {
         find(p, block);
     }
     __device__ __forceinline__ bool finished() const { return chunk == count; }
     // By a whole warp, of which one lane is elected.
     __device__ __forceinline__ void load_next(const ForwardParams& p, const Maps& maps, bool elected, const Block<Config>& block) {
-        if (team.pair) barrier_wait(place.released(), place.phase ^ 1);  // passes in the first turn
-        if (elected) load_chunk(p, maps, place, item, chunk, own, team);
-        if (p.g_is_fp32 && own) prefetch_gate(p, item, chunk, block.lane);
-        if (team.pair) own = !own;
+        if (elected) load_chunk(p, maps, place, item, chunk);
+        if (p.g_is_fp32) prefetch_gate(p, item, chunk, block.lane);
         place.advance();
         if (++chunk == count) find(p, block);
     }
@@ -140,14 +113,13 @@ struct Loader {
 };
 
 // Rows of O that the copy engine cannot take: the last chunk of a sequence that is no multiple of 16, whose missing rows belong to a neighbour, or all of
-// an `out` of odd strides. O lies in `panels` panels, of 8 x 16 bytes a row.
-__device__ __forceinline__ void store_rows(const ForwardParams& p, uint32_t out, const Item& item, int chunk, int first_panel, int panels, int lane) {
-    const int shift = panels == 2 ? 4 : 3, part = lane & ((1 << shift) - 1), rows = 32 >> shift;
+// an `out` of odd strides.
+__device__ __forceinline__ void store_rows(const ForwardParams& p, uint32_t out, const Item& item, int chunk, int lane) {
+    const int part = lane & 15;  // 16 bytes of a 256-byte row
     const bool by_16_bytes = (p.by_hand & by_hand::kOut) == 0;
-    auto* row0 = const_cast<unsigned short*>(token_row<unsigned short>(p.out, item.batch, item.first + chunk * kChunkTokens, item.head)) +
-                 first_panel * slot::kPanelChannels + part * 8;
+    auto* row0 = const_cast<unsigned short*>(token_row<unsigned short>(p.out, item.batch, item.first + chunk * kChunkTokens, item.head)) + part * 8;
 #pragma unroll 1
-    for (int row = lane >> shift; row < item.valid(chunk); row += rows) {
+    for (int row = lane >> 4; row < item.valid(chunk); row += 2) {
         const float4 x = load_float4(out + (part >> 3) * slot::kPanelStride + row * 128 + (((part & 7) ^ (row & 7)) << 4));
         unsigned short* to = row0 + row * p.out.strides.token;
         if (by_16_bytes) {
@@ -166,7 +138,6 @@ template <class Config>
 __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, const Block<Config>& block) {
     const bool elected = cute::elect_one_sync();
     Loader<Config> loader(p, block);
-    const Team team = loader.team;
     for (int stage = 0; stage < Config::kStages && !loader.finished(); ++stage) loader.load_next(p, maps, elected, block);
 
     Place<Config> place = block.first_place();
@@ -176,19 +147,14 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
         const int count = item.count();
         for (int chunk = 0; chunk < count; ++chunk, place.advance()) {
             barrier_wait(place.done(), place.phase);
-            if (team.pair && elected) barrier_arrive_in_block(place.released(), team.rank ^ 1);
             const uint32_t out = place.slot() + slot::kOut;
             const bool whole = item.valid(chunk) == kChunkTokens && (p.by_hand & by_hand::kOut) == 0;
-            const int panels = team.pair ? 1 : 2;
             if (p.pass == Pass::kSummaries) {
                 // no output
             } else if (!whole) {
-                store_rows(p, out, item, chunk, team.rank, panels, block.lane);
+                store_rows(p, out, item, chunk, block.lane);
             } else if (elected) {
-                for (int panel = 0; panel < panels; ++panel) {
-                    cute::SM90_TMA_STORE_5D::copy(&maps.o, shared_pointer(out + panel * slot::kPanelStride), 0, item.first + chunk * kChunkTokens,
-                                                  team.rank + panel, item.head, item.batch);
-                }
+                cute::SM90_TMA_STORE_5D::copy(&maps.o, shared_pointer(out), 0, item.first + chunk * kChunkTokens, 0, item.head, item.batch);
                 cute::tma_store_arrive();
             }
             // The slot before this one can be loaded again once at most the store just issued still reads shared memory.
@@ -231,13 +197,10 @@ __device__ __forceinline__ void load_by_hand(const ForwardParams& p, uint32_t sl
 template <class Config>
 __device__ __forceinline__ void prepare(const ForwardParams& p, const Block<Config>& block, int warp) {
     const int lane = block.lane;
-    const Team team = block.team();
     const uint32_t scratch = block.base + Config::kScratchOffset + warp * kScratchBytes, bias = scratch + kBiasOffset;
-    // This warp's next chunk, counted from the item's first, and how many there are from one to the next.
-    int mine = team.pair ? 2 * warp + team.rank : warp;
-    const int round = team.pair ? 2 * Config::kPrepareWarps : Config::kPrepareWarps;
     Place<Config> place = block.first_place();
-    place.advance(mine);
+    place.advance(warp);
+    int mine = warp;  // this warp's next chunk, counted from the item's first
     Walk walk = block.items();
     for (Item item; block.next_item(p, walk, item);) {
         const int count = item.count();
@@ -253,28 +216,24 @@ __device__ __forceinline__ void prepare(const ForwardParams& p, const Block<Conf
                 return p.beta_is_fp32 ? static_cast<const uint32_t*>(p.beta.data)[at] : static_cast<const unsigned short*>(p.beta.data)[at];
             };
             uint32_t next_beta = load_beta(mine);
-            for (; mine < count; mine += round, place.advance(round)) {
+            for (; mine < count; mine += Config::kPrepareWarps, place.advance(Config::kPrepareWarps)) {
                 const int valid = item.valid(mine);
                 float beta = p.beta_is_fp32 ? __uint_as_float(next_beta) : bf16_low(next_beta);
-                next_beta = load_beta(mine + round);
+                next_beta = load_beta(mine + Config::kPrepareWarps);
                 if (p.beta_is_logit) beta = reciprocal_approx(1.f + exp2_approx(-kLog2E * beta));
                 beta = lane < valid ? p.beta_factor * beta : 0.f;
                 const Origin origin = {item.batch, item.first + mine * kChunkTokens, item.head};
+                // A barrier tells a turn of the ring only from the one before it: see first that the slot's turn before this one is over.
+                barrier_wait(place.done(), place.phase ^ 1);
                 barrier_wait(place.full(), place.phase);
                 if ((p.by_hand & ~by_hand::kOut) != 0) load_by_hand(p, place.slot(), origin.hidden(), valid, fresh_lane());
+                if (item.transition) clear_values(place.slot(), lane);
                 const bool collinear = prepare_chunk(p, place.slot(), scratch, bias, gate, origin, beta, valid, lane);
-                const uint32_t missing = item.transition ? kChunkTokens : kChunkTokens - valid;
-                store_u32(place.flags(), missing << flag::kMissingShift | (collinear ? flag::kCollinear : 0u));
-                // These generic writes precede the copy engine's reads and its next writes to the slot, and wgmma's reads of it.
+                store_u32(place.collinear(), collinear);
+                // These generic writes precede the copy engine's next writes to the slot, and wgmma's reads of it.
                 cutlass::arch::fence_view_async_shared();
                 __syncwarp();
-                if (cute::elect_one_sync()) {
-                    barrier_arrive(place.ready());
-                    if (team.pair) {
-                        copy_to_block(place.slot(), slot::kSharedBytes, place.ready(), team.rank ^ 1);
-                        copy_to_block(place.flags(), kFlagBytes, place.ready(), team.rank ^ 1);
-                    }
-                }
+                if (cute::elect_one_sync()) barrier_arrive(place.ready());
             }
         }
         mine -= count;
@@ -288,7 +247,7 @@ struct StatePlace {
     const void* base = nullptr;  // null: nowhere
     int number = 0;              // of the state, from base
     bool fp32 = true;
-    bool handoff = false;    // to another team, which waits for it
+    bool handoff = false;    // to another block, which waits for it
     bool key_first = false;  // [K, V]
 };
 
@@ -406,7 +365,7 @@ __device__ __forceinline__ void keep_saves(const Block<Config>& block, const For
     const int begin = (item.first - bounds.x) / kChunkTokens;
     store_u32(at, begin), store_u32(at + 4, begin + item.count());
     store_u32(at + 8, item.sequence), store_u32(at + 12, item.head);
-    store_u32(at + 16, p.snapshots.data == nullptr ? 0 : first_snapshot(p, item.sequence, block.lane));
+    store_u32(at + 16, p.snapshots.data == nullptr ? 0 : first_snapshot(p, item.sequence, fresh_lane()));
 #pragma unroll 1
     for (int i = 0; i < kMostMarks; ++i) {
         const long long tokens = i < p.marks_each ? load_index(p.marks, static_cast<long long>(item.sequence) * p.marks_each + i) : 0;
@@ -448,12 +407,6 @@ __device__ __forceinline__ int next_save(const ForwardParams& p, const KeptSaves
     return uniform(next) - saves.at;
 }
 
-// Which 16 rows of V this scan warp holds.
-template <class Config>
-__device__ __forceinline__ int scan_rows(const Block<Config>& block) {
-    return uniform(threadIdx.x / 32) + block.team().rank * (kScanWarps / 2);
-}
-
 // By a whole warp: for the state at a boundary, and that it is there. The flag is cleared once seen: a replayed graph comes with the same ticket.
 __device__ __forceinline__ void wait_for_handoff(const ForwardParams& p, int boundary, int rows, int lane) {
     unsigned long long* flag = p.handoff_flags + boundary * kScanWarps + rows;
@@ -472,19 +425,17 @@ __device__ __forceinline__ Block<Config>::Block(const ForwardParams& p) {
     extern __shared__ char dynamic_shared[];
     const uint32_t unaligned = cute::cast_smem_ptr_to_uint(dynamic_shared);
     base = (unaligned + slot::kAlignment - 1) & ~(slot::kAlignment - 1);
-    warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     find_share<Config>(p, base + Config::kScheduleOffset);
     if (threadIdx.x == 0) {
         for (Place<Config> place = first_place(); place.phase == 0; place.advance()) {
             barrier_init(place.full(), 1);
             barrier_init(place.ready(), 1);
-            barrier_init(place.done(), team().pair ? kScanWarps / 2 : kScanWarps);
-            barrier_init(place.released(), 1);
+            barrier_init(place.done(), kScanWarps);
         }
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    if constexpr (Config::kPairs) cute::cluster_sync();
+    warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 }
 
 // The roles of the warps after the scan warps.
@@ -496,12 +447,6 @@ __device__ __forceinline__ void feed(const ForwardParams& p, const Maps& maps, c
     } else if (helper == Config::kPrepareWarps) {
         move(p, maps, block);
     }
-}
-
-// The end of a kernel, for all threads: a block of a pair must not leave while the other may still write to it.
-template <class Config>
-__device__ __forceinline__ void leave(const Block<Config>&) {
-    if constexpr (Config::kPairs) cute::cluster_sync();
 }
 
 }  // namespace flash_kda

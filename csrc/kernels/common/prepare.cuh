@@ -36,16 +36,23 @@ __device__ __forceinline__ void inverse_norms(float (&inverse)[2], uint32_t slot
     inverse[1] = rsqrt_approx(__shfl_sync(~0u, (g & 1) ? lower[3] : lower[2], holder) + 1e-6f);
 }
 
-// Zeros the rows of k, q and g past the sequence's end, whose raw content belongs to a neighbour or to nobody.
+// Zeros the rows past the sequence's end, whose raw content belongs to a neighbour or to nobody.
 __device__ __forceinline__ void clear_tail_rows(uint32_t slot, int valid, int lane) {
-    const int tile = lane >> 3, part = lane & 7;  // three tiles x eight 32-byte parts
-    const uint32_t base = tile == 0 ? slot::kKey : tile == 1 ? slot::kQuery : slot::kGate;
+    const int tile = lane >> 3, part = lane & 7;  // four tiles x eight 32-byte parts
+    const uint32_t base = tile == 0 ? slot::kKey : tile == 1 ? slot::kQuery : tile == 2 ? slot::kGate : slot::kValue;
     const uint32_t stride = tile < 2 ? slot::kKeyQueryPanelStride : slot::kPanelStride;
-    for (int row = valid; row < kChunkTokens && tile < 3; ++row) {
+    for (int row = valid; row < kChunkTokens; ++row) {
         uint32_t address = slot + base + (part >> 2) * stride + row * 128 + (part & 3) * 32;
         store_float4(address, 0.f, 0.f, 0.f, 0.f);
         store_float4(address + 16, 0.f, 0.f, 0.f, 0.f);
     }
+    __syncwarp();
+}
+
+// v = 0.
+__device__ __forceinline__ void clear_values(uint32_t slot, int lane) {
+#pragma unroll
+    for (int part = 0; part < 2 * slot::kPanelBytes; part += 512) store_float4(slot + slot::kValue + part + lane * 16, 0.f, 0.f, 0.f, 0.f);
     __syncwarp();
 }
 

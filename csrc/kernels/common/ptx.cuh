@@ -46,25 +46,6 @@ __device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, int bytes
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(barrier), "r"(bytes) : "memory");
 }
 
-// The same barrier of block `rank` of the cluster.
-__device__ __forceinline__ uint32_t in_block(uint32_t address, uint32_t rank) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-
-__device__ __forceinline__ void barrier_arrive_in_block(uint32_t barrier, uint32_t rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" : : "r"(in_block(barrier, rank)) : "memory");
-}
-
-// Copies within this block's window of shared memory to the same place in block `rank`, whose barrier counts the bytes.
-__device__ __forceinline__ void copy_to_block(uint32_t address, int bytes, uint32_t barrier, uint32_t rank) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :
-                 : "r"(in_block(address, rank)), "r"(address), "r"(bytes), "r"(in_block(barrier, rank))
-                 : "memory");
-}
-
 // Flags in global memory: what the lanes of a warp wrote before they `publish` is there for whoever observes the flag. A predicate, not a branch: behind a
 // branch the compiler no longer believes that the warp stays together, and moves addresses out of uniform registers.
 __device__ __forceinline__ void publish(unsigned long long* flag, unsigned long long value, bool elected) {

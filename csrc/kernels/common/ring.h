@@ -12,17 +12,14 @@ inline constexpr int kScanWarps = kHeadDim / 16;  // each owns 16 rows of V of t
 inline constexpr int kScratchStride = 20;
 inline constexpr int kBiasOffset = kChunkTokens * kScratchStride * 4;  // then the head's gate bias
 inline constexpr int kScratchBytes = kBiasOffset + kHeadDim * 4;
-inline constexpr int kBarriersPerStage = 4;
-inline constexpr int kFlagBytes = 16;       // of a slot's flags: one copy between blocks
+inline constexpr int kBarriersPerStage = 3;
 inline constexpr int kKeptBytes = 64;       // what each scan warp keeps while it goes through an item
-inline constexpr int kScheduleBytes = 256;  // schedule.cuh
+inline constexpr int kScheduleBytes = 320;  // schedule.cuh
 
-// kPairs: two blocks of a cluster can work as one (pipeline.cuh).
-template <int kStages_, int kPrepareWarps_, bool kPairs_ = false>
+template <int kStages_, int kPrepareWarps_>
 struct Ring {
     // Fewer than three slots and the scan, which waits for the next chunk before it hands over the last, would wait for ever.
     static_assert(kStages_ >= 3 && kPrepareWarps_ <= kStages_);
-    static constexpr bool kPairs = kPairs_;
     static constexpr int kStages = kStages_;  // slots of the ring
     static constexpr int kPrepareWarps = kPrepareWarps_;
     static constexpr int kWarps = kScanWarps + kPrepareWarps + 1;  // the last one moves data
@@ -30,8 +27,8 @@ struct Ring {
 
     static constexpr int kScratchOffset = kStages * slot::kBytes;
     static constexpr int kBarrierOffset = kScratchOffset + kPrepareWarps * kScratchBytes;
-    static constexpr int kFlagOffset = (kBarrierOffset + kStages * kBarriersPerStage * 8 + 15) / 16 * 16;
-    static constexpr int kKeptOffset = kFlagOffset + kStages * kFlagBytes;
+    static constexpr int kFlagOffset = kBarrierOffset + kStages * kBarriersPerStage * 8;
+    static constexpr int kKeptOffset = (kFlagOffset + kStages * 4 + 15) / 16 * 16;
     static constexpr int kScheduleOffset = kKeptOffset + kScanWarps * kKeptBytes;
     static constexpr int kSharedBytes = kScheduleOffset + kScheduleBytes;
     // Dynamic shared memory starts at an address that the compiler may not place on 1024 bytes: room to align.

@@ -8,7 +8,5 @@ inline constexpr int kItemCost = 4;
 // In chunks: shorter parts, and parts of smaller shares, are not worth a cut.
 inline constexpr int kLeastPart = 8;
 inline constexpr int kLeastShare = 64;
-// A step of a pair takes this many sixteenths of a single block's.
-inline constexpr int kPairStep = 9;
 
 }  // namespace flash_kda

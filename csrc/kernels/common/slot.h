@@ -15,25 +15,22 @@ inline constexpr int kKeyQueryPanelStride = 2 * kPanelBytes;
 // Two panels of 16 rows.                                                                             raw g -> K-
 inline constexpr int kGate = 4 * kPanelBytes;
 inline constexpr int kKeyMinus = kGate;
+// Two panels of 16 rows.                                                                             raw v -> O
+inline constexpr int kValue = 6 * kPanelBytes;
+inline constexpr int kOut = kValue;
 inline constexpr int kPanelStride = kPanelBytes;
 // 16x16 bf16 matrices as four 8x8 blocks, block (row/8, col/8) at index 2*(row/8) + col/8.
 inline constexpr int kBlockBytes = 8 * 8 * 2;
 inline constexpr int kBlockMatrixBytes = 4 * kBlockBytes;
-inline constexpr int kScores = 6 * kPanelBytes;                           // lower(Q~ K^^T), [t][s]
+inline constexpr int kScores = 8 * kPanelBytes;                           // lower(Q~ K^^T), [t][s]
 inline constexpr int kTransformHigh = kScores + kBlockMatrixBytes;        // T, [t][s], bf16
 inline constexpr int kTransformLow = kTransformHigh + kBlockMatrixBytes;  // T minus its bf16 rounding
 // A_C: 128 fp32. Channel ch at float (ch/16)*16 + (ch%8/2)*4 + (ch%16/8)*2 + ch%2: what one lane of the state's
 // fragment layout needs for 16 channels is one 16-byte word.
 inline constexpr int kDecay = kTransformLow + kBlockMatrixBytes;
-// All of the above is the same for every row of V: what the blocks of a pair share.
-inline constexpr int kSharedBytes = kDecay + 512;
-// Two panels of 16 rows; one in each block of a pair.                                                raw v -> O
-inline constexpr int kValue = kSharedBytes;
-inline constexpr int kOut = kValue;
-inline constexpr int kBytes = kValue + 2 * kPanelBytes;
-inline constexpr int kKeyQueryGateBytes = 6 * kPanelBytes;  // as loaded
-inline constexpr int kAlignment = 1024;                     // the swizzle's period
-static_assert(kValue % kAlignment == 0);
+inline constexpr int kBytes = kDecay + 512;
+inline constexpr int kLoadBytes = 8 * kPanelBytes;  // q, k, v, g
+inline constexpr int kAlignment = 1024;             // the swizzle's period
 static_assert(kBytes % kAlignment == 0);
 
 }  // namespace flash_kda::slot

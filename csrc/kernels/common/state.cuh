@@ -10,69 +10,72 @@ namespace flash_kda {
 // mma accumulator, and as consecutive registers a wgmma accumulator.
 using State = float[16][4];
 
-template <bool kFp32>
-__device__ __forceinline__ float2 load_state_pair(const void* base, long long index) {
-    if constexpr (kFp32) {
-        return *reinterpret_cast<const float2*>(static_cast<const float*>(base) + index);
-    } else {
-        const uint32_t pair = *reinterpret_cast<const uint32_t*>(static_cast<const unsigned short*>(base) + index);
-        return {bf16_low(pair), bf16_high(pair)};
-    }
-}
-
-template <bool kFp32>
-__device__ __forceinline__ void load_state(State& s, const void* base, long long index) {
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-        const float2 low = load_state_pair<kFp32>(base, index + 8 * j), high = load_state_pair<kFp32>(base, index + 8 * j + 8 * kHeadDim);
-        s[j][0] = low.x, s[j][1] = low.y, s[j][2] = high.x, s[j][3] = high.y;
-    }
-}
-
-// [K, V]: one by one, eight lanes beside one another.
-__device__ __forceinline__ long long key_first_offset(int j, int r) {
-    return (8 * j + (r & 1)) * kHeadDim + 8 * (r >> 1);
-}
-
-template <bool kFp32>
-__device__ __forceinline__ void load_state_key_first(State& s, const void* base, long long index) {
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const long long at = index + key_first_offset(j, r);
-            s[j][r] = kFp32 ? static_cast<const float*>(base)[at] : bf16_low(static_cast<const unsigned short*>(base)[at]);
-        }
-    }
-}
-
-template <bool kFp32>
-__device__ __forceinline__ void store_state(const State& s, void* base, long long index) {
+// `at`: this lane's first element of the state in memory, as state_element finds it. All others lie at constant distances, which the instructions take as
+// immediates.
+template <class Element>
+__device__ __forceinline__ void load_state(State& s, const Element* at) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const long long at = index + 8 * j + r * 8 * kHeadDim;
-            if constexpr (kFp32) {
-                *reinterpret_cast<float2*>(static_cast<float*>(base) + at) = {s[j][2 * r], s[j][2 * r + 1]};
+            const Element* pair = at + 8 * j + r * 8 * kHeadDim;
+            if constexpr (sizeof(Element) == 4) {
+                const float2 x = *reinterpret_cast<const float2*>(pair);
+                s[j][2 * r] = x.x, s[j][2 * r + 1] = x.y;
             } else {
-                *reinterpret_cast<uint32_t*>(static_cast<unsigned short*>(base) + at) = pack_bf16(s[j][2 * r], s[j][2 * r + 1]);
+                const uint32_t x = *reinterpret_cast<const uint32_t*>(pair);
+                s[j][2 * r] = bf16_low(x), s[j][2 * r + 1] = bf16_high(x);
             }
         }
     }
 }
 
-template <bool kFp32>
-__device__ __forceinline__ void store_state_key_first(const State& s, void* base, long long index) {
+template <class Element>
+__device__ __forceinline__ void store_state(const State& s, Element* at) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            Element* pair = at + 8 * j + r * 8 * kHeadDim;
+            if constexpr (sizeof(Element) == 4) {
+                *reinterpret_cast<float2*>(pair) = {s[j][2 * r], s[j][2 * r + 1]};
+            } else {
+                *reinterpret_cast<uint32_t*>(pair) = pack_bf16(s[j][2 * r], s[j][2 * r + 1]);
+            }
+        }
+    }
+}
+
+// [K, V]: one by one, eight lanes beside one another.
+__device__ __forceinline__ constexpr int key_first_offset(int j, int r) {
+    return (8 * j + (r & 1)) * kHeadDim + 8 * (r >> 1);
+}
+
+template <class Element>
+__device__ __forceinline__ void load_state_key_first(State& s, const Element* at) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const long long at = index + key_first_offset(j, r);
-            if constexpr (kFp32) {
-                static_cast<float*>(base)[at] = s[j][r];
+            if constexpr (sizeof(Element) == 4) {
+                s[j][r] = at[key_first_offset(j, r)];
             } else {
-                static_cast<unsigned short*>(base)[at] = static_cast<unsigned short>(pack_bf16(s[j][r], 0.f));
+                s[j][r] = bf16_low(at[key_first_offset(j, r)]);
+            }
+        }
+    }
+}
+
+template <class Element>
+__device__ __forceinline__ void store_state_key_first(const State& s, Element* at) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            if constexpr (sizeof(Element) == 4) {
+                at[key_first_offset(j, r)] = s[j][r];
+            } else {
+                at[key_first_offset(j, r)] = static_cast<unsigned short>(pack_bf16(s[j][r], 0.f));
             }
         }
     }
@@ -128,22 +131,15 @@ __device__ __forceinline__ uint32_t value_offset(int warp, int lane) {
     return (warp >> 2) * slot::kPanelStride + row * 128 + ((((warp & 3) * 2 + ((lane >> 3) & 1)) ^ (row & 7)) << 4);
 }
 
-// Zeros the last `missing` tokens of a fragment of V^T.
-__device__ __forceinline__ void clear_missing(uint32_t (&v)[4], int missing, int lane) {
-    const int first = kChunkTokens - missing - 2 * (lane & 3);  // the first one missing, counted from this lane's own
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-        const int left = first - 8 * (r >> 1);
-        v[r] &= left <= 0 ? 0u : left == 1 ? 0xffffu : ~0u;
-    }
-}
-
-// Offset in elements of a scan warp's first pair of this lane, in state number `state`; with keys first, of its first element. Computed anew at each
-// use: two registers are too many to hold on to meanwhile.
-__device__ __forceinline__ long long state_pair_index(int state, int rows, int lane, bool key_first) {
-    asm volatile("" : "+r"(state), "+r"(lane), "+r"(rows));
+// A lane's first element of its warp's 16 rows of V, in a state [V, K] or, with keys first, [K, V]. Hidden from the compiler, which would otherwise find
+// the address of each element anew.
+template <class Element>
+__device__ __forceinline__ Element* state_element(const StatePlace& place, int rows, int lane) {
     const int row = rows * 16 + (lane >> 2), column = 2 * (lane & 3);
-    return static_cast<long long>(state) * kHeadDim * kHeadDim + (key_first ? column * kHeadDim + row : row * kHeadDim + column);
+    const long long index = static_cast<long long>(place.number) * kHeadDim * kHeadDim;
+    Element* at = static_cast<Element*>(const_cast<void*>(place.base)) + index + (place.key_first ? column * kHeadDim + row : row * kHeadDim + column);
+    asm volatile("" : "+l"(at));
+    return at;
 }
 
 // 16 rows of V of the state at a place; from nowhere, zero or, for a transition, the identity.
@@ -157,22 +153,23 @@ __device__ __forceinline__ void start_state(State& s, const StatePlace& place, b
         }
         return;
     }
-    const long long index = state_pair_index(place.number, rows, lane, place.key_first);
-    if (place.key_first) {
-        place.fp32 ? load_state_key_first<true>(s, place.base, index) : load_state_key_first<false>(s, place.base, index);
+    if (place.fp32) {
+        const float* at = state_element<float>(place, rows, lane);
+        place.key_first ? load_state_key_first(s, at) : load_state(s, at);
     } else {
-        place.fp32 ? load_state<true>(s, place.base, index) : load_state<false>(s, place.base, index);
+        const auto* at = state_element<unsigned short>(place, rows, lane);
+        place.key_first ? load_state_key_first(s, at) : load_state(s, at);
     }
 }
 
 __device__ __forceinline__ void save_state(const State& s, const StatePlace& place, int rows, int lane) {
     if (place.base == nullptr) return;
-    const long long index = state_pair_index(place.number, rows, lane, place.key_first);
-    void* base = const_cast<void*>(place.base);
-    if (place.key_first) {
-        place.fp32 ? store_state_key_first<true>(s, base, index) : store_state_key_first<false>(s, base, index);
+    if (place.fp32) {
+        float* at = state_element<float>(place, rows, lane);
+        place.key_first ? store_state_key_first(s, at) : store_state(s, at);
     } else {
-        place.fp32 ? store_state<true>(s, base, index) : store_state<false>(s, base, index);
+        auto* at = state_element<unsigned short>(place, rows, lane);
+        place.key_first ? store_state_key_first(s, at) : store_state(s, at);
     }
 }
 
@@ -193,7 +190,7 @@ __device__ __forceinline__ int pause(const ForwardParams& p, const Block<Config>
         } else if (left == 0) {
             place = kept(block).final;
         }
-        save_state(s, place, scan_rows(block), block.lane);
+        save_state(s, place, threadIdx.x / 32, fresh_lane());
     }
     const int next = p.saves && left > 0 ? next_save(p, saves) : left;
     __syncwarp();

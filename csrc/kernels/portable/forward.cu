@@ -17,18 +17,18 @@ namespace flash_kda::portable {
 
 template <class Config>
 __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
-    const int warp = block.warp, lane = block.lane;
-    const uint32_t fragment = fragment_offset(lane);
     Place<Config> place = block.first_place();
     Walk walk = block.items();
     for (Item item; block.next_item(p, walk, item);) {
         keep(block, final_place(p, item), walk, item.count());
         if (p.saves) keep_saves(block, p, item);
         State s;
-        const int rows = scan_rows(block);
-        if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, rows, lane);
-        start_state(s, initial_place(p, item), item.transition, rows, lane);
-        save_state(s, copy_place(p, item), rows, lane);
+        {
+            const int warp = threadIdx.x / 32, lane = fresh_lane();  // not kept through the loop
+            if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, warp, lane);
+            start_state(s, initial_place(p, item), item.transition, warp, lane);
+            save_state(s, copy_place(p, item), warp, lane);
+        }
         for (int left = 0;; --left, place.advance()) {  // chunks until the next pause
             if (__builtin_expect(left == 0, 0)) {
                 left = pause(p, block, s);
@@ -37,9 +37,9 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             const uint32_t slot = place.slot();
             barrier_wait(place.ready(), place.phase);
 
-            const BlockAddresses operands(slot, fragment);
+            const BlockAddresses operands(slot, fragment_offset(fresh_lane()));
             const int here = fresh_lane();
-            const uint32_t v_offset = value_offset(warp, here);
+            const uint32_t v_offset = value_offset(block.warp, here);
             float p_k[2][4] = {}, out[2][4] = {};  // S K~^T and S Q~^T: tokens 0-7, 8-15
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -57,9 +57,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             load_matrices_transposed(v, slot + slot::kValue + v_offset);
             load_matrices(high, slot + slot::kTransformHigh + here * 16);
             load_matrices(scores, slot + slot::kScores + here * 16);
-            const uint32_t flags = load_u32(place.flags());
-            const bool collinear = (flags & flag::kCollinear) != 0;
-            if (flags > flag::kCollinear) clear_missing(v, flags >> flag::kMissingShift, lane);
+            const bool collinear = load_u32(place.collinear()) != 0;
             __syncwarp();  // all of V is read before O is written over it
             float d[2][4], u[2][4] = {};
 #pragma unroll
@@ -75,7 +73,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             multiply_block_matrix(u, d_fragment, high);
             if (collinear) {
                 uint32_t low[4];
-                load_matrices(low, slot + slot::kTransformLow + lane * 16);
+                load_matrices(low, slot + slot::kTransformLow + fresh_lane() * 16);
                 multiply_block_matrix(u, d_fragment, low);
             }
             pack_fragment(u_fragment, u[0], u[1]);
@@ -96,15 +94,15 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
                 decay_block(s, i, load_decay(slot, i, here));
                 mma(s[2 * i], u_fragment, k[0], k[1]);
                 mma(s[2 * i + 1], u_fragment, k[2], k[3]);
-                if (collinear) mma(s[2 * i], u_rest, k[0], k[1]), mma(s[2 * i + 1], u_rest, k[2], k[3]);
             }
+            if (collinear) add_key_minus(s, u_rest, operands);
             cutlass::arch::fence_view_async_shared();  // O, for the TMA store
             __syncwarp();
             if (cute::elect_one_sync()) barrier_arrive(place.done());
         }
         const auto [final, walk_on] = kept(block);
         walk = walk_on;
-        if (final.handoff) announce_handoff(p, final.number, scan_rows(block), lane);
+        if (final.handoff) announce_handoff(p, final.number, block.warp, fresh_lane());
     }
 }
 
@@ -116,7 +114,6 @@ __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps
     } else {
         feed(p, maps, block);
     }
-    leave(block);
 }
 
 }  // namespace flash_kda::portable

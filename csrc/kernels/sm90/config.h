@@ -5,7 +5,7 @@
 
 namespace flash_kda::sm90 {
 
-using Config = Ring<11, 7, true>;
+using Config = Ring<11, 7>;
 static_assert(Config::kWarps == 16, "four warpgroups: two scan, two prepare and move");
 static_assert(Config::kDynamicSharedBytes <= 227 * 1024);
 // 512 threads start with 128 registers each; the scan warpgroups take 24 from each of the others.

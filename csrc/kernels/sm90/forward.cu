@@ -2,9 +2,9 @@
 //
 // Math: as in portable/forward.cu. Per 16-token chunk, with the state S [V, K] in fp32 registers:
 //     P = S [K~ ; Q~]^T      D = V^T - P_k      U = D T^T      O = P_q + U scores^T      S <- S A_C + U K-
-// Grid: clusters of two blocks, one block per SM at most, which work through items (schedule.cuh) each by itself or as a pair (pipeline.cuh).
-// Roles: warpgroups 0 and 1 scan, 64 rows of V of the state each, for a whole sequence (in a pair, warpgroup 0 alone); in warpgroups 2 and 3 seven
-// warps prepare, one chunk each, round robin, and one moves data.
+// Grid: one block per SM at most; each works through its share of the items (schedule.cuh).
+// Roles: warpgroups 0 and 1 scan, 64 rows of V of the state each, for a whole sequence; in warpgroups 2 and 3 seven warps prepare, one chunk
+// each, round robin, and one moves data.
 // Shared memory (config.h): slots (slot.h), scratch of each prepare warp, barriers, a flag per slot.
 // Measured cost: docs/kernel-notes.md.
 
@@ -26,9 +26,7 @@ __device__ __forceinline__ void hand_over(uint32_t done) {
 }
 
 __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
-    const int warp = block.warp, lane = block.lane;
-    uint32_t v_offset = value_offset(warp, lane);
-
+    const uint32_t v_offset = value_offset(block.warp, block.lane);
     constexpr int kAhead = 4;  // blocks whose decays are fetched a chunk ahead
     Place<Config> place = block.first_place();
     Walk walk = block.items();
@@ -36,10 +34,12 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
         keep(block, final_place(p, item), walk, item.count());
         if (p.saves) keep_saves(block, p, item);
         State s;
-        const int rows = scan_rows(block);
-        if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, rows, lane);
-        start_state(s, initial_place(p, item), item.transition, rows, lane);
-        save_state(s, copy_place(p, item), rows, lane);
+        {
+            const int warp = threadIdx.x / 32, lane = fresh_lane();  // not kept through the loop
+            if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, warp, lane);
+            start_state(s, initial_place(p, item), item.transition, warp, lane);
+            save_state(s, copy_place(p, item), warp, lane);
+        }
 
         float4 ahead[kAhead];
         uint32_t done_before = 0;
@@ -51,10 +51,10 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
                 if (left == 0) break;
                 barrier_wait(place.ready(), place.phase);
 #pragma unroll
-                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, lane);
+                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, fresh_lane());
             }
             const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
-            const uint32_t flags_at = place.flags();
+            const uint32_t collinear_at = place.collinear();
 
             // P: columns are k's tokens 0-7, 8-15, then q's.
             uint32_t a[8][4];
@@ -82,8 +82,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             uint32_t v[4], high[4], scores[4];
             load_matrices_transposed(v, slot + slot::kValue + v_offset);
             load_matrices(high, slot + slot::kTransformHigh + here * 16);
-            const uint32_t flags = load_u32(flags_at);
-            const bool collinear = (flags & flag::kCollinear) != 0;
+            const bool collinear = load_u32(collinear_at) != 0;
 #pragma unroll
             for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
             load_matrices(scores, slot + slot::kScores + here * 16);
@@ -91,7 +90,6 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             pin(s);
             cute::warpgroup_wait<0>();
             pin(product);
-            if (flags > flag::kCollinear) clear_missing(v, flags >> flag::kMissingShift, threadIdx.x % 32);
 
             float d[2][4], u[2][4] = {}, out[2][4];
 #pragma unroll
@@ -109,7 +107,7 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             multiply_block_matrix(u, d_fragment, high);
             if (collinear) {
                 uint32_t low[4];
-                load_matrices(low, slot + slot::kTransformLow + lane * 16);
+                load_matrices(low, slot + slot::kTransformLow + fresh_lane() * 16);
                 multiply_block_matrix(u, d_fragment, low);
             }
             pack_fragment(u_fragment, u[0], u[1]);
@@ -134,11 +132,11 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             store_matrices_transposed(slot + slot::kOut + v_offset, o);
             cute::warpgroup_wait<0>();
             pin(s);
-            if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(lane)));
+            if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(fresh_lane())));
         }
         const auto [final, walk_on] = kept(block);
         walk = walk_on;
-        if (final.handoff) announce_handoff(p, final.number, scan_rows(block), lane);
+        if (final.handoff) announce_handoff(p, final.number, threadIdx.x / 32, fresh_lane());
     }
 }
 
@@ -150,10 +148,9 @@ extern "C" __global__ void __launch_bounds__(flash_kda::sm90::Config::kThreads, 
     const Block<sm90::Config> block(p);
     if (block.warp < kScanWarps) {
         cutlass::arch::warpgroup_reg_alloc<sm90::kScanRegisters>();
-        if (!block.team().pair || block.warp < kScanWarps / 2) sm90::scan(p, block);
+        sm90::scan(p, block);
     } else {
         cutlass::arch::warpgroup_reg_dealloc<sm90::kFeedRegisters>();
         feed(p, maps, block);
     }
-    leave(block);
 }

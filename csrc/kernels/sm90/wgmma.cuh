@@ -9,8 +9,8 @@
 namespace flash_kda::sm90 {
 
 // Shared-memory matrix descriptor of a 128-byte-swizzled operand: address and leading offset in the low word, stride offset and swizzle in
-// the high one, all in units of 16 bytes. `slot16` is the slot's address in that unit; the operand lies `offset` bytes from there. Sums of one
-// variable and constants keep a descriptor at one instruction.
+// the high one, all in units of 16 bytes. `slot16` is the slot's address in that unit (below); the operand lies `offset` bytes from there. Sums of
+// one variable and constants keep a descriptor at one instruction.
 __device__ __forceinline__ uint64_t descriptor(uint32_t slot16, uint32_t offset, uint32_t leading_bytes) {
     constexpr uint32_t kStrideBytes = 1024;  // to the next 8 rows
     constexpr uint32_t kSwizzle128 = 1u << 30;
