@@ -5,6 +5,7 @@ From the root of the source tree, with flash_kda built in place (`python3 -m too
     python -m benchmarks run --out benchmarks/results/h200.json            # our kernels, all shapes; two minutes on an H200
     python -m benchmarks run --out benchmarks/results/h200.json --add --paths --peers fla --shapes 8192:96 8192:64
     python -m benchmarks table benchmarks/results/h200.json                # ratios, and what misses its target
+    python -m benchmarks report                                            # BENCHMARK_H200.md and its plots, with matplotlib
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = top.add_subparsers(required=True, metavar="run | table")
+    commands = top.add_subparsers(required=True, metavar="run | table | report")
 
     run = commands.add_parser("run", help="check and time; writes a results file")
     run.add_argument(
@@ -70,6 +71,12 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--paths", nargs="+", metavar="PATH", help="only these (default: all of ours in the file)")
     table.add_argument("--check", action="store_true", help="exit with 1 if anything misses its target")
     table.set_defaults(function=command_table)
+
+    report = commands.add_parser(
+        "report", help="write BENCHMARK_NAME.md and its plots from benchmarks/results/NAME.json"
+    )
+    report.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results files (default: all)")
+    report.set_defaults(function=command_report)
     return top
 
 
@@ -126,6 +133,15 @@ def command_table(options: argparse.Namespace) -> int:
         print("\n".join(compare.table(results, peers, targets, path)), end="\n\n")
         missed |= compare.misses_anything(results, peers, targets, path)
     return 1 if options.check and missed else 0
+
+
+def command_report(options: argparse.Namespace) -> int:
+    from benchmarks import report  # needs matplotlib
+
+    for file in options.files or sorted(report.RESULTS.glob("*.json")):
+        for written in report.write(file, report.page_of(file), report.PLOTS):
+            print(written.relative_to(report.ROOT))
+    return 0
 
 
 if __name__ == "__main__":
