@@ -96,13 +96,12 @@ def cases(shapes: list[str] | None, states: list[str] | None, scaling: bool = Tr
 
 
 def _shape(text: str) -> tuple[str, int]:
-    from flash_kda.bench import Shape, parse_lengths
+    from flash_kda.bench import parse_shape
 
-    lengths, _, heads = text.rpartition(":")
     try:
-        shape = Shape(parse_lengths(lengths), int(heads))
-    except ValueError:
-        raise SystemExit(f"--shapes: expected LENGTHS:HEADS, such as 8192:96 or 8191,64x1:16, got {text!r}") from None
+        shape = parse_shape(text)
+    except ValueError as error:
+        raise SystemExit(f"--shapes: {error}") from None
     return shape.seq_lens, shape.heads
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from flash_kda import bench  # noqa: E402
+
+PACKAGE = Path(bench.__file__).resolve().parent.parent
 
 BANDWIDTHS = {"H100": 3.3e12, "H200": 4.8e12}  # of the memory itself, bytes a second
 
@@ -52,3 +58,15 @@ def test_a_problem_is_right_on_this_gpu(state: str) -> None:
     assert bench.errors(inputs, out, final).good
     out[0, 5, 0] += 10
     assert not bench.errors(inputs, out, final).good
+
+
+def test_the_command() -> None:
+    command = [sys.executable, "-m", "flash_kda", "bench", "--json", "--shapes", "300,0,33:4"]
+    done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["preferred"] in report["cubins"]
+    for path in report["cubins"]:
+        rows = [row for row in report["rows"] if row["path"] == path]
+        assert [row["regime"] for row in rows] == ["strong", "weak"]
+        assert all(0 < row["median_us"] < 1000 for row in rows)
