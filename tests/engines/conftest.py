@@ -1,0 +1,77 @@
+"""Releases of flash-linear-attention as the registry has them, each in a folder of its own, and what they need at import."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+with contextlib.suppress(ImportError):
+    import torch
+
+    torch.set_num_threads(1)  # tiny tensors, for which several threads only wait for one another
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+if importlib.util.find_spec("tools") is None:
+    # At the end: an installed flash_kda comes before the one in the tree.
+    sys.path.append(str(REPOSITORY))
+
+
+def folder_of(version: str) -> Path:
+    """That release, unpacked by pip, kept in the cache by the digest of its requirements."""
+    from tools import settings
+    from tools.process import capture
+    from tools.toolchain import exclusive, pip_command
+
+    requirements = HERE / f"fla-{version}.txt"
+    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
+    folder = settings.cache_root() / "tests" / f"fla-{version}-{digest}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.parent / ".lock", lambda _: None):
+        if not folder.exists():
+            fresh = folder.with_suffix(".new")
+            shutil.rmtree(fresh, ignore_errors=True)
+            options = ["--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--target", str(fresh)]
+            done = capture([*pip_command(), "install", *options, "-r", str(requirements)])
+            assert done.returncode == 0, done.stdout + done.stderr
+            fresh.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def fla_session() -> Any:
+    """Runs tests/gpu/fla_session.py once for a release and options, in a process of its own; what it found, as a dict."""
+    for package in ("torch", "triton", "einops"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed, which flash-linear-attention imports")
+    import flash_kda
+
+    known: dict[tuple[str, ...], Any] = {}
+
+    def session(version: str, *options: str) -> Any:
+        key = (version, *options)
+        if key not in known:
+            script = HERE.parent / "gpu" / "fla_session.py"
+            path = [str(folder_of(version)), str(Path(flash_kda.__file__).resolve().parents[1])]
+            variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+            variables.pop("FLA_FLASH_KDA", None)
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", str(script), *options],
+                capture_output=True, text=True, check=False, env=variables, cwd=HERE,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            known[key] = json.loads(done.stdout)
+            assert known[key]["version"] == version
+        return known[key]
+
+    return session
