@@ -73,7 +73,8 @@ def parser() -> argparse.ArgumentParser:
     table.set_defaults(function=command_table)
 
     report = commands.add_parser(
-        "report", help="write BENCHMARK_NAME.md and its plots from benchmarks/results/NAME.json"
+        "report",
+        help="write BENCHMARK_NAME.md and its plots from benchmarks/results/NAME.json, and README.md's table from the newest",
     )
     report.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results files (default: all)")
     report.set_defaults(function=command_report)
@@ -140,6 +141,10 @@ def command_report(options: argparse.Namespace) -> int:
     for file in options.files or sorted(report.RESULTS.glob("*.json")):
         for written in report.write(file, report.page_of(file), report.PLOTS):
             print(written.relative_to(report.ROOT))
+    if (newest := report.newest()) is not None:
+        page = report.ROOT / "README.md"
+        page.write_text(report.readme(page.read_text(encoding="utf-8"), newest), encoding="utf-8")
+        print(page.name)
     return 0
 
 

@@ -128,6 +128,12 @@ def _plain_ticks(axis: Any, subs: tuple[int, ...] = (1, 2, 5)) -> None:
     axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
+def _with_legend(figure: Figure, columns: int) -> Figure:
+    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        figure.legend(loc="outside upper center", ncols=columns)
+    return figure
+
+
 def overview(results: Table, peers: Table, targets: Table, theme: dict[str, str]) -> Figure:
     shapes = [shape for shape in OVERVIEW if shape in _peer_shapes(results, peers)]
     path = targets["path"]
@@ -166,8 +172,7 @@ def overview(results: Table, peers: Table, targets: Table, theme: dict[str, str]
                     label=label,
                 )
         axes.margins(x=0.12)
-    figure.legend(loc="outside upper center", ncols=5)
-    return figure
+    return _with_legend(figure, 5)
 
 
 def against_floor(results: Table, peers: Table, targets: Table, theme: dict[str, str]) -> Figure:
@@ -189,8 +194,7 @@ def against_floor(results: Table, peers: Table, targets: Table, theme: dict[str,
                     *zip(*points), s=size, marker=MARKERS[regime], color=colours[regime], label=f"{path}, {regime} gate"
                 )
     _best_peers(axes, shapes, results, peers, theme)
-    figure.legend(loc="outside upper center", ncols=3)
-    return figure
+    return _with_legend(figure, 3)
 
 
 def _best_peers(axes: Any, shapes: list[tuple[str, int]], results: Table, peers: Table, theme: dict[str, str]) -> None:
@@ -226,8 +230,7 @@ def speedup(results: Table, peers: Table, targets: Table, theme: dict[str, str])
             if points:
                 label = f"{path}, {regime} gate" if name == names[0] else None
                 axes.scatter(*zip(*points), s=20, marker=MARKERS[regime], color=COLOURS[regime], label=label)
-    figure.legend(loc="outside upper center", ncols=2)
-    return figure
+    return _with_legend(figure, 2)
 
 
 def scaling(results: Table, peers: Table, targets: Table, theme: dict[str, str]) -> Figure:
@@ -265,8 +268,7 @@ def scaling(results: Table, peers: Table, targets: Table, theme: dict[str, str])
         axes.tick_params(axis="x", labelrotation=45)
         axes.set_xlabel(f"{name} ({fixed[name]})")
     panels[0].set_ylabel("microseconds")
-    figure.legend(loc="outside upper center", ncols=3)
-    return figure
+    return _with_legend(figure, 3)
 
 
 def errors(results: Table, peers: Table, targets: Table, theme: dict[str, str]) -> Figure:
@@ -290,5 +292,4 @@ def errors(results: Table, peers: Table, targets: Table, theme: dict[str, str]) 
             )  # fmt: skip
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value * 1e3:g}e-3" if value else "0")
-    figure.legend(loc="outside upper center", ncols=4)
-    return figure
+    return _with_legend(figure, 4)

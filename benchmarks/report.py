@@ -13,11 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "benchmarks" / "plots"
 
+# Between these lines README.md shows the newest kept results.
+README_BEGIN, README_END = "<!-- results: written by python -m benchmarks report -->", "<!-- end of results -->"
+
 SHORT = {"1300,547,2048,963,271,3063": "mixed"}
 
 
 def page_of(results_file: Path) -> Path:
-    return ROOT / f"BENCHMARK_{results_file.stem.upper()}.md"
+    return ROOT / page_name(results_file.stem)
 
 
 def write(results_file: Path, page: Path, folder: Path) -> list[Path]:
@@ -76,6 +79,77 @@ def lines(stem: str, results: Table, peers: Table, targets: Table) -> Iterator[s
         yield from missed(found, results, path)
 
 
+def newest() -> Path | None:
+    """The results file of the latest day."""
+    kept = sorted(RESULTS.glob("*.json"))
+    return max(kept, key=lambda path: compare.load(path)["date"], default=None)
+
+
+def readme(text: str, results_file: Path) -> str:
+    """README.md with its part that shows results written anew."""
+    before, begin, rest = text.partition(README_BEGIN)
+    _, end, after = rest.partition(README_END)
+    if not begin or not end:
+        raise ValueError(f"README.md: expected the lines {README_BEGIN} and {README_END}, and results between them")
+    results = compare.load(results_file)
+    peers, targets = compare.load(compare.PEERS_FILE), compare.load(compare.TARGETS_FILE)
+    block = "\n".join(comparison(results_file.stem, results, peers, targets))
+    return f"{before}{begin}\n\n{block}\n{end}{after}"
+
+
+def comparison(stem: str, results: Table, peers: Table, targets: Table) -> Iterator[str]:
+    """A picture and one table: this project's preferred kernel and its peers."""
+    path = targets["path"]
+    found = compare.cells(results, peers, targets, path)
+    about = results["paths"][path]
+    yield from picture(stem, "overview", plots.CAPTIONS["overview"])
+    yield (
+        "| microseconds; strong / weak gate | flash_kda | "
+        + " | ".join(p["name"] for p in peers["peers"].values())
+        + " |"
+    )
+    yield "|---|" + "---:|" * (1 + len(peers["peers"]))
+    cells = {
+        (cell.row["seq_lens"], cell.row["heads"], cell.row["regime"]): cell
+        for cell in found
+        if cell.row["state"] == "fp32"
+    }
+    for seq_lens, heads in reversed(plots.OVERVIEW):
+        both = [cells.get((seq_lens, heads, regime)) for regime in REGIMES]
+        columns = [_pair([cell and cell.row["median_us"] for cell in both], ".0f")]
+        columns += [_pair([cell and cell.peers.get(name) for cell in both], ".0f") for name in peers["peers"]]
+        yield f"| {seq_lens.replace(',', ', ').replace('x', ' x ')} tokens, {heads} heads | {' | '.join(columns)} |"
+    for name, what in (("out", "outputs"), ("state", "states")):
+        worst = [
+            max((cell.row[f"err_{name}"] for key, cell in cells.items() if key[2] == regime), default=None)
+            for regime in REGIMES
+        ]
+        columns = [_pair(worst, ".1e")]
+        columns += [
+            _pair([p.get("errors", {}).get(regime, {}).get(name) for regime in REGIMES], ".1e")
+            for p in peers["peers"].values()
+        ]
+        yield f"| error of {what}, relative to fp64 | {' | '.join(columns)} |"
+    yield ""
+    ratios = [cell.ratio for cell in found if cell.ratio is not None]
+    yield (
+        f"{results['gpu']}, driver {results['driver']}, torch {results['torch']}, {results['date']}; kernel `{path}`, sha256 "
+        f"`{about['cubin']['sha256'][:12]}...`. Over {len(ratios)} cells (shapes times gates) the best peer takes "
+        f"{compare.geometric_mean(ratios):.2f} times as long as this kernel in the geometric mean, {min(ratios):.2f} times at least; "
+        f"errors are the largest of any shape. Peers were measured on the same kind of GPU on another day. Every shape, the portable "
+        f"kernel, what misses its target and how it was measured: [{page_name(stem)}]({page_name(stem)})."
+    )
+
+
+def page_name(stem: str) -> str:
+    return f"BENCHMARK_{stem.upper()}.md"
+
+
+def _pair(values: list[float | None], form: str) -> str:
+    texts = ["" if value is None else format(value, form) for value in values]
+    return texts[0] if texts[0] == texts[1] else " / ".join(text or "-" for text in texts)
+
+
 def picture(stem: str, name: str, caption: str) -> Iterator[str]:
     source = f"benchmarks/plots/{stem}-{name}"
     yield "<picture>"
@@ -105,9 +179,8 @@ def with_fp32(found: list[Cell], peers: Table, targets: bool) -> Iterator[str]:
     for (seq_lens, heads), cells in rows.items():
         values = [cells.get(regime) for regime in REGIMES]
 
-        def both(of: Callable[[Cell], float | None], form: str, values: Any = values) -> str:
-            texts = ["" if cell is None or of(cell) is None else format(of(cell), form) for cell in values]
-            return texts[0] if texts[0] == texts[1] else " / ".join(text or "-" for text in texts)
+        def both(of: Callable[[Cell], float | None], form: str, values: list[Cell | None] = values) -> str:
+            return _pair([None if cell is None else of(cell) for cell in values], form)
 
         yield " | ".join(
             [
@@ -118,7 +191,7 @@ def with_fp32(found: list[Cell], peers: Table, targets: bool) -> Iterator[str]:
                 both(lambda cell: cell.row["cold_us"], ".1f"),
                 both(lambda cell: cell.row["median_us"] / cell.row["floor_us"], ".2f"),
                 both(lambda cell: cell.target, "g") if targets else "",
-                *(both(lambda cell, name=name: cell.peers.get(name), ".0f") for name in names),  # type: ignore[misc]
+                *(both(lambda cell, name=name: cell.peers.get(name), ".0f") for name in names),
                 both(lambda cell: cell.ratio, ".2f"),
                 both(lambda cell: cell.row["err_out"], ".1e"),
                 both(lambda cell: cell.row["err_state"], ".1e") + " |",

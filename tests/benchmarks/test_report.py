@@ -88,6 +88,36 @@ def test_plots_are_drawings_for_both_backgrounds(tmp_path: Path) -> None:
             )
 
 
+def test_the_readme_shows_the_results(tmp_path: Path) -> None:
+    content = made_up(tmp_path / "gpu.json")
+    frame = f"before\n{report.README_BEGIN}\nold\n{report.README_END}\nafter\n"
+    text = report.readme(frame, tmp_path / "gpu.json")
+    assert text.startswith(f"before\n{report.README_BEGIN}\n")
+    assert text.endswith(f"{report.README_END}\nafter\n")
+    assert "old" not in text
+    assert report.readme(text, tmp_path / "gpu.json") == text
+    times = {
+        (r["seq_lens"], r["heads"], r["regime"]): r["median_us"]
+        for r in content["rows"]
+        if r["path"] == "sm90" and r["state"] == "fp32"
+    }
+    line = next(line for line in text.splitlines() if line.startswith("| 8 x 1024 tokens, 96 heads |"))
+    strong, weak = (f"{times['8x1024', 96, regime]:.0f}" for regime in ("strong", "weak"))
+    assert line.split(" | ")[1:3] == [f"{strong} / {weak}", "1190"]
+    assert "| error of outputs, relative to fp64 | 4.1e-03 | 5.7e-03 / 7.8e-03 |" in text
+    for half in (report.README_BEGIN, report.README_END):
+        with pytest.raises(ValueError, match="expected the lines"):
+            report.readme(half, tmp_path / "gpu.json")
+
+
+def test_the_kept_readme_is_of_the_newest_results() -> None:
+    newest = report.newest()
+    if newest is None:
+        pytest.skip("no results are kept")
+    text = (ROOT / "README.md").read_text()
+    assert report.readme(text, newest) == text, "write it anew: python -m benchmarks report"
+
+
 def test_little_data_is_drawn_too(tmp_path: Path) -> None:
     for shapes in (1, 3):
         made_up(tmp_path / "gpu.json", shapes)

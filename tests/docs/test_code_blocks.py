@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,7 +96,7 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-def run(line: str, folder: Path) -> int:
+def run(line: str, folder: Path) -> None:
     import flash_kda
 
     # The package under test and its Python, from another folder.
@@ -106,9 +105,7 @@ def run(line: str, folder: Path) -> int:
     done = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
-    if done.returncode not in ENDS_WELL:
-        warnings.warn(done.stdout + done.stderr, stacklevel=2)
-    return done.returncode
+    assert done.returncode in ENDS_WELL, f"{line} ended with {done.returncode}: {done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize("command", sorted({line for _, line in commands()}))
@@ -119,7 +116,7 @@ def test_commands_run(command: str, tmp_path: Path) -> None:
         device_code.native()
     except RuntimeError as error:
         pytest.skip(f"not built: {error}")
-    assert run(command, tmp_path) in ENDS_WELL
+    run(command, tmp_path)
 
 
 # ---- the reader of blocks, and that wrong ones are seen
@@ -150,7 +147,8 @@ def test_wrong_blocks_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         check("```python\nx = 1\n```\n```python\ny = z\n```\n", test_python_runs)
     with pytest.raises(SyntaxError):
         check("<!-- not run: no reason -->\n```python\nx = = 1\n```\n", test_python_runs)
-    assert run("python -c 'raise SystemExit(1)'", tmp_path) == 1 or pytest.fail("a failing command passes")
+    with pytest.raises(AssertionError, match="ended with 1"):
+        run("python -c 'raise SystemExit(1)'", tmp_path)
 
 
 def test_there_is_something_to_run() -> None:
