@@ -150,8 +150,10 @@ def overview(results: Table, peers: Table, targets: Table, theme: dict[str, str]
         for i, name in enumerate(kernels):
             bars = []
             for y, shape in enumerate(shapes):
-                found = compare.peer_times(results, peers, *shape, regime) | {path: times.get((*shape, regime))}
-                if found.get(name) is not None:
+                found = compare.peer_times(results, peers, *shape, regime)
+                if (*shape, regime) in times:
+                    found[path] = times[(*shape, regime)]
+                if name in found:
                     bars.append((y + (1.5 - i) * height, found[name]))
             if bars:
                 places, lengths = zip(*bars)
@@ -238,7 +240,7 @@ def scaling(results: Table, peers: Table, targets: Table, theme: dict[str, str])
 
     path = targets["path"]
     times, floors = _times(results, path), _times(results, path, "floor_us")
-    places = {
+    places: dict[str, Callable[[tuple[str, int]], int]] = {
         "tokens": lambda shape: int(shape[0]),
         "heads": lambda shape: shape[1],
         "sequences": lambda shape: int(shape[0].split("x")[0]) if "x" in shape[0] else 1,

@@ -191,7 +191,7 @@ def with_fp32(found: list[Cell], peers: Table, targets: bool) -> Iterator[str]:
                 both(lambda cell: cell.row["cold_us"], ".1f"),
                 both(lambda cell: cell.row["median_us"] / cell.row["floor_us"], ".2f"),
                 both(lambda cell: cell.target, "g") if targets else "",
-                *(both(lambda cell, name=name: cell.peers.get(name), ".0f") for name in names),
+                *(_pair([cell and cell.peers.get(name) for cell in values], ".0f") for name in names),
                 both(lambda cell: cell.ratio, ".2f"),
                 both(lambda cell: cell.row["err_out"], ".1e"),
                 both(lambda cell: cell.row["err_state"], ".1e") + " |",
