@@ -20,7 +20,6 @@ from benchmarks import compare, runner
 from benchmarks.paths import DEFAULT, OURS, PATHS, PEERS
 
 H200_BANDWIDTH = 4.3e12  # bytes a second, read and written, of a copy on an H200
-REGIMES = ("strong", "weak")
 # The peers' shapes are all run with fp32 states; these with the other kinds as well.
 OTHER_STATES = (
     ("8192", 96), ("1300,547,2048,963,271,3063", 64), ("8x1024", 64), ("8192", 16), ("2048", 12), ("256x16", 32),
@@ -92,7 +91,7 @@ def cases(shapes: list[str] | None, states: list[str] | None, scaling: bool = Tr
         chosen += [(shape, "fp32") for series in SCALING.values() for shape in series if shape not in known]
     for (seq_lens, heads), state in dict.fromkeys(chosen):
         if states is None or state in states:
-            for regime in REGIMES:
+            for regime in compare.REGIMES:
                 yield {"seq_lens": seq_lens, "heads": heads, "regime": regime, "state": state}
 
 

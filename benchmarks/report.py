@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import compare, plots
 from benchmarks.compare import REGIMES, Cell, Table
+from benchmarks.plots import SHORT
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -15,8 +16,6 @@ PLOTS = ROOT / "benchmarks" / "plots"
 
 # Between these lines README.md shows the newest kept results.
 README_BEGIN, README_END = "<!-- results: written by python -m benchmarks report -->", "<!-- end of results -->"
-
-SHORT = {"1300,547,2048,963,271,3063": "mixed"}
 
 
 def page_of(results_file: Path) -> Path:

@@ -40,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="compare machine code with this file (default: device-code.lock of this folder, if there)",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command = commands.add_parser("bench")
+    command = commands.add_parser(
+        "bench",
+        description="Check the kernels on this GPU against fp64, and time them, in both gate regimes (raw gate ~ N(0, 1) and N(-7, 1)).",
+        epilog="examples:\n  python -m flash_kda bench\n  python -m flash_kda bench --shapes 8192:96 8191,64x1:16 --json > mine.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.add_argument(
         "--shapes",
         nargs="+",
