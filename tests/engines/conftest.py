@@ -49,28 +49,36 @@ def folder_of(version: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fla_session() -> Any:
-    """Runs tests/gpu/fla_session.py once for a release and options, in a process of its own; what it found, as a dict."""
+def with_fla() -> Any:
+    """Runs a program in a process that imports a release of FLA and the flash_kda under test; its output."""
     for package in ("torch", "triton", "einops"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed, which flash-linear-attention imports")
     import flash_kda
 
+    def run(version: str, program: Path, *arguments: str) -> str:
+        path = [str(folder_of(version)), str(Path(flash_kda.__file__).resolve().parents[1])]
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        variables.pop("FLA_FLASH_KDA", None)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(program), *arguments],
+            capture_output=True, text=True, check=False, env=variables, cwd=HERE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def fla_session(with_fla: Any) -> Any:
+    """Runs tests/gpu/fla_session.py once for a release and options; what it found, as a dict."""
     known: dict[tuple[str, ...], Any] = {}
 
     def session(version: str, *options: str) -> Any:
         key = (version, *options)
         if key not in known:
-            script = HERE.parent / "gpu" / "fla_session.py"
-            path = [str(folder_of(version)), str(Path(flash_kda.__file__).resolve().parents[1])]
-            variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-            variables.pop("FLA_FLASH_KDA", None)
-            done = subprocess.run(
-                [sys.executable, "-W", "ignore", str(script), *options],
-                capture_output=True, text=True, check=False, env=variables, cwd=HERE,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            known[key] = json.loads(done.stdout)
+            known[key] = json.loads(with_fla(version, HERE.parent / "gpu" / "fla_session.py", *options))
             assert known[key]["version"] == version
         return known[key]
 
