@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flash_kda import device_code, fla, reference, vllm
+    from flash_kda import device_code, fla, ops, reference, vllm
     from flash_kda.availability import explain, is_available
     from flash_kda.forward import fwd, get_workspace_size
 
@@ -24,6 +24,7 @@ __all__ = [
     "fwd",
     "get_workspace_size",
     "is_available",
+    "ops",
     "reference",
     "vllm",
 ]
@@ -36,6 +37,7 @@ _PUBLIC = {
     "fwd": ("flash_kda.forward", "fwd"),
     "get_workspace_size": ("flash_kda.forward", "get_workspace_size"),
     "is_available": ("flash_kda.availability", "is_available"),
+    "ops": ("flash_kda.ops", None),
     "reference": ("flash_kda.reference", None),
     "vllm": ("flash_kda.vllm", None),
 }

@@ -10,6 +10,7 @@ FLA goes on to its other backends and its Triton kernels. FLA_FLASH_KDA=0 in the
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections import Counter
@@ -181,10 +182,8 @@ def _translate(
         raise _DeclinedError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True")
     if initial_state is not None and initial_state.dtype is not torch.float32:
         raise _DeclinedError(f"initial_state must be float32, got {initial_state.dtype}")
-    if q.device.type == "cuda":
-        kernel, _, reason = device_code.choose(q.get_device())
-        if kernel is None:
-            raise _DeclinedError(reason)
+    if q.device.type == "cuda" and (reason := _why_no_kernel(q.get_device())) is not None:
+        raise _DeclinedError(reason)
 
     gated = use_gate_in_kernel
     call = {
@@ -216,6 +215,12 @@ def _translate(
         return call, -(-T // chunk_size) + cu_seqlens.shape[0] - 2
     offsets = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
     return call, sum(-(-(end - begin) // chunk_size) for begin, end in zip(offsets, offsets[1:]))
+
+
+@functools.cache
+def _why_no_kernel(device: int) -> str | None:
+    kernel, _, reason = device_code.choose(device)
+    return reason if kernel is None else None
 
 
 def _dense(x: Tensor) -> Tensor:

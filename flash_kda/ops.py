@@ -1,7 +1,8 @@
 """``torch.ops.flash_kda.fwd``: the call as a registered operator, for whatever traces a program instead of running it.
 
 torch.compile, torch.export and FakeTensor see one operator that writes into its results and returns nothing; when the program
-runs, it is checked and launched as any other call. Eager calls do not pass through it: ``is_traced`` is all that they pay.
+runs, it is checked and launched as any other call. Eager calls do not pass through it: ``is_traced`` is all that they pay. A
+program that was exported or compiled elsewhere needs ``import flash_kda.ops`` before it is loaded.
 
 The first sixteen arguments are those of the operator that vLLM calls, in its order (see ``flash_kda.vllm``).
 """
@@ -74,8 +75,7 @@ torch.library.register_fake("flash_kda::fwd", lambda *arguments, **options: None
 
 
 # Looked up by name since they are private to torch; without them, tracers other than torch.compile see no operator.
-_nothing = lambda: 0  # noqa: E731
-_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _nothing)
+_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
 _transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
 
 
@@ -123,3 +123,7 @@ def trace(
         checkpoint_states, checkpoint_offsets, **options,
     )  # fmt: skip
     return out, final_state
+
+
+# Calls ``provide``. Here for whoever imports this module alone, to load a program that was exported elsewhere.
+import flash_kda.forward  # noqa: E402, F401

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from flash_kda import forward  # noqa: F401  (defines torch.ops.flash_kda)
 from flash_kda.ops import SCHEMA
 
 __all__ = ["plugin", "register"]
@@ -47,9 +46,8 @@ def register() -> None:
     library = torch.library.Library(NAMESPACE, "DEF")
     library.define(f"fwd{positional}, Tensor? checkpoint_indptr=None) -> ()")
     library.define("get_workspace_size(int T_total, int H, int N=1) -> int")
-    library.impl("fwd", _fwd, "CompositeExplicitAutograd")
+    library.impl("fwd", _fwd, "CompositeImplicitAutograd")  # tracers and autograd see torch.ops.flash_kda.fwd
     library.impl("get_workspace_size", torch.ops.flash_kda.get_workspace_size, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::fwd", lambda *arguments: None, lib=library)
     sys.modules[MODULE] = ModuleType(MODULE, "The operator of flash_kda, in the place of vLLM's own.")
     _library = library
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +129,32 @@ def test_export(strict: bool) -> None:
     exported = torch.export.export(Program(), tuple(tensors()), strict=strict)
     assert [node.target for node in exported.graph.nodes].count(OP) == 1
     check_same_as_eager(exported.module())
+
+
+def test_an_exported_program_runs_in_another_process(tmp_path: Path) -> None:
+    arguments = tensors()
+    torch.export.save(torch.export.export(Program(), tuple(arguments)), tmp_path / "program.pt2")
+    expected_state = arguments[-1].clone()
+    expected_out, _ = program(*arguments[:-1], expected_state)
+    torch.save(arguments, tmp_path / "arguments.pt")
+    script = """
+import sys
+import torch
+import flash_kda.ops  # all that it takes
+module = torch.export.load(sys.argv[1] + "/program.pt2").module()
+arguments = torch.load(sys.argv[1] + "/arguments.pt")
+out, _ = module(*arguments)
+torch.save([out, arguments[-1]], sys.argv[1] + "/results.pt")
+"""
+    parent = str(Path(flash_kda.__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
+        capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": parent},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    out, state = torch.load(tmp_path / "results.pt")
+    cases.check_same(out, expected_out, "out")
+    cases.check_same(state, expected_state, "state")
 
 
 def test_make_fx() -> None:

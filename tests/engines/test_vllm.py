@@ -45,6 +45,14 @@ def test_a_seventeenth_argument() -> None:
         engine_calls.check_vllm("cpu", operator, 1, more=(torch.zeros(5, dtype=torch.int32),))
 
 
+def test_a_gradient_is_refused() -> None:
+    operator = operators()["_flashkda_C"]
+    p = cases.make("cpu", None, 2, batch=(1, 9))
+    v = p.v.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"v requires a gradient, and flash_kda.fwd computes none"):
+        operator(p.q, p.k, v, p.g, p.beta, 0.1, torch.empty_like(v), None, p.A_log, p.dt_bias, -5.0)
+
+
 def test_the_schema() -> None:
     operators()
     arguments = torch.ops._flashkda_C.fwd.default._schema.arguments

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +56,14 @@ def test_vllm(checkpoints: int) -> None:
 # ---- torch's compilers
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"mode": "reduce-overhead"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "aot_eager"}, {"backend": "cudagraphs"}, {}, {"dynamic": True}, {"mode": "reduce-overhead"}],
+    ids=str,
+)
 def test_compile(options: dict[str, Any]) -> None:
+    if "backend" not in options and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("Triton, with which torch compiles for GPUs, needs a C compiler")
     engine_calls.check_compiled("cuda", **options)
 
 
