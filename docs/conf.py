@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # for docstrings; an installed flash_kda goes before the tree's
 
 project = "flash_kda"
-author = "the flash_kda authors"
 version = release = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]  # type: ignore[index]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -33,6 +32,7 @@ if (ROOT / "benchmarks" / "plots").is_dir():
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_theme_options = {"top_of_page_buttons": []}
 
 PICTURE = re.compile(
