@@ -27,37 +27,44 @@ if importlib.util.find_spec("tools") is None:
     sys.path.append(str(REPOSITORY))
 
 
-def folder_of(version: str) -> Path:
-    """That release, unpacked by pip, kept in the cache by the digest of its requirements."""
+# FLA 0.5 cannot be imported with Triton 3.9, and torch may bring a Triton of any age.
+TRITON = "triton==3.6.0"
+
+
+def unpacked(name: str, requirements: list[str], key: str) -> Path:
+    """What pip unpacks for these requirements, without what they depend on; kept in the cache by a digest of the key."""
     from tools import settings
     from tools.process import capture
     from tools.toolchain import exclusive, pip_command
 
-    requirements = HERE / f"fla-{version}.txt"
-    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
-    folder = settings.cache_root() / "tests" / f"fla-{version}-{digest}"
+    folder = settings.cache_root() / "tests" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.parent / ".lock", lambda _: None):
         if not folder.exists():
             fresh = folder.with_suffix(".new")
             shutil.rmtree(fresh, ignore_errors=True)
-            options = ["--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--target", str(fresh)]
-            done = capture([*pip_command(), "install", *options, "-r", str(requirements)])
+            options = ["--quiet", "--no-deps", "--only-binary=:all:", "--target", str(fresh)]
+            done = capture([*pip_command(), "install", *options, *requirements])
             assert done.returncode == 0, done.stdout + done.stderr
             fresh.rename(folder)
     return folder
 
 
+def path_of(version: str) -> list[str]:
+    """A release of FLA, and a Triton that all releases can import."""
+    requirements = HERE / f"fla-{version}.txt"
+    fla = unpacked(f"fla-{version}", ["--require-hashes", "-r", str(requirements)], requirements.read_text())
+    return [str(fla), str(unpacked("triton", [TRITON], f"{TRITON} {sys.implementation.cache_tag}"))]
+
+
 @pytest.fixture(scope="session")
 def with_fla() -> Any:
     """Runs a program in a process that imports a release of FLA and the flash_kda under test; its output."""
-    for package in ("torch", "triton", "einops"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed, which flash-linear-attention imports")
+    pytest.importorskip("torch")
     import flash_kda
 
     def run(version: str, program: Path, *arguments: str) -> str:
-        path = [str(folder_of(version)), str(Path(flash_kda.__file__).resolve().parents[1])]
+        path = [*path_of(version), str(Path(flash_kda.__file__).resolve().parents[1])]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         variables.pop("FLA_FLASH_KDA", None)
         done = subprocess.run(
@@ -80,6 +87,7 @@ def fla_session(with_fla: Any) -> Any:
         if key not in known:
             known[key] = json.loads(with_fla(version, HERE.parent / "gpu" / "fla_session.py", *options))
             assert known[key]["version"] == version
+            assert "not importable" not in known[key], known[key]["not importable"]
         return known[key]
 
     return session
