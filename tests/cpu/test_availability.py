@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 
+pytest.importorskip("hypothesis")
 torch = pytest.importorskip("torch")
 
 import fake_native  # noqa: E402
 import kda_cases as cases  # noqa: E402
+from hypothesis import HealthCheck, given, settings, strategies  # noqa: E402
 from kda_cases import BF16, WEAK  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
@@ -147,6 +150,32 @@ def test_calls_that_are_refused(fake: fake_native.FakeNative, changes: dict[str,
     explanation = flash_kda.explain(**call_on("cuda", **changes))
     assert not explanation
     assert reason in explanation.reason
+
+
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+JUNK = strategies.one_of(
+    strategies.none(), strategies.booleans(), strategies.integers(), strategies.floats(), strategies.text(max_size=5),
+    strategies.lists(strategies.integers(), max_size=3), strategies.builds(object),
+    strategies.sampled_from([torch.zeros(()), torch.zeros(0), torch.zeros(1, 40, 2, 128), torch.zeros(2, device="meta"), torch]),
+)  # fmt: skip
+
+
+@UNHURRIED
+@given(
+    strategies.dictionaries(
+        strategies.sampled_from(sorted(inspect.signature(flash_kda.fwd).parameters)), JUNK, max_size=4
+    )
+)
+def test_explain_never_raises(changes: dict[str, Any]) -> None:
+    explanation = flash_kda.explain(**call_on("cpu", **changes))
+    assert explanation.reason
+    assert bool(explanation) == (explanation.path == "reference")
+
+
+@UNHURRIED
+@given(JUNK)
+def test_is_available_never_raises(device: Any) -> None:
+    assert flash_kda.is_available(device).reason
 
 
 def test_missing_arguments_are_named() -> None:

@@ -20,6 +20,9 @@ from test_checks import REFUSED, arguments  # noqa: E402
 import flash_kda  # noqa: E402
 from flash_kda import device_code  # noqa: E402
 
+# Of torch itself, where it first looks for rules of derivatives.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 MESSAGES = re.findall(r"^\| [^|]+ \| `([^|]+)` \| [^|]*\|$", PAGE, re.MULTILINE)
