@@ -28,7 +28,7 @@ import flash_kda  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
-FLA = [folder for folder in os.environ.get("FLASH_KDA_TEST_FLA", "").split(os.pathsep) if folder]
+FLA = [str(Path(folder).resolve()) for folder in os.environ.get("FLASH_KDA_TEST_FLA", "").split(os.pathsep) if folder]
 LIMIT = 8e-3
 
 
