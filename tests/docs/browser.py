@@ -63,7 +63,10 @@ class Browser:
         message: dict[str, Any] = {"id": self.count, "method": method, "params": parameters}
         if self.session is not None:
             message["sessionId"] = self.session
-        os.write(self.commands, json.dumps(message).encode() + b"\0")
+        try:
+            os.write(self.commands, json.dumps(message).encode() + b"\0")
+        except BrokenPipeError as error:
+            raise NoBrowser("it ended by itself") from error
         deadline = time.monotonic() + seconds
         while True:
             answer = self.next_message(deadline)
@@ -170,7 +173,10 @@ def _fetch(folder: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise NoBrowser(f"none of {', '.join(NAMES)} is on PATH, and there is no npm to fetch one")
-    import brotli
+    try:
+        import brotli
+    except ImportError as error:
+        raise NoBrowser("brotli is not installed, with which a fetched one is unpacked") from error
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
