@@ -1,7 +1,7 @@
 """Every code block of README, the documentation and the skill is run, or says why it cannot be.
 
 Python blocks of one page run one after the other, with one set of names; commands (sh) run in an empty folder. A block that cannot run
-stands below a comment, ``<!-- not run: why -->``. Blocks that are called text hold formulas and output.
+stands below a comment, ``<!-- not run: why -->``. Blocks that are called text, and indented ones, hold formulas and output.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PAGES = sorted(
 )
 COMMENT = re.compile(r"<!-- not run: (.+?) -->")
 FENCE = re.compile(r"(`{3,})(.*)")
+INDENTED_COMMAND = re.compile(r" {4,}(?:\$ |(?:[A-Z_]+=\S* )*(?:python3?|pip|pytest|podman|docker|nix|cmake|make) )")
 ENDS_WELL = (0, 3)  # of commands: 3 is the doctor where there is no GPU
 
 
@@ -63,6 +64,14 @@ def test_blocks_are_of_a_known_kind(page: Path) -> None:
         assert block.language in ("python", "sh", "text"), f"{page.name}:{block.line}: {block.language!r}"
         if block.why_not is not None:
             assert block.language != "text", f"{page.name}:{block.line}: text is never run"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_no_command_hides_in_an_indented_block(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    inside = {block.line + i for block in blocks(text) for i in range(block.code.count("\n") + 1)}
+    lines = enumerate(text.splitlines(), 1)
+    assert [line for number, line in lines if number not in inside and INDENTED_COMMAND.match(line)] == []
 
 
 @pytest.mark.filterwarnings("ignore:flash_kda.fwd was called with CPU tensors")
@@ -143,6 +152,9 @@ def test_wrong_blocks_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         check("```\nx\n```\n", test_blocks_are_of_a_known_kind)
     with pytest.raises(AssertionError):
         check("```bash\nx\n```\n", test_blocks_are_of_a_known_kind)
+    for hidden in ("python -m x", "FLASH_KDA_JOBS=1 pip install .", "$ ls"):
+        with pytest.raises(AssertionError):
+            check(f"as in\n\n    {hidden}\n", test_no_command_hides_in_an_indented_block)
     with pytest.raises(NameError):
         check("```python\nx = 1\n```\n```python\ny = z\n```\n", test_python_runs)
     with pytest.raises(SyntaxError):
