@@ -13,9 +13,13 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
+from flash_kda.verify import label  # noqa: E402
+from tools import settings  # noqa: E402
+from tools.archs import plan  # noqa: E402
 from tools.build import build_native  # noqa: E402
 from tools.errors import BuildError, explain  # noqa: E402
 from tools.toolchain import exclusive  # noqa: E402
+from tools.units import ARCHS  # noqa: E402
 from tools.wheels import normalise  # noqa: E402
 
 
@@ -43,13 +47,24 @@ class BuildWheel(bdist_wheel):
                 normalise(Path(path))
 
 
+def local_version() -> str:
+    """A wheel that holds only some of the architectures says so in its version: +sm90a. Sources hold them all."""
+    archs = plan().archs
+    return "" if "sdist" in sys.argv or len(archs) == len(ARCHS) else f"+{label(list(archs))}"
+
+
 def main() -> None:
     # umask and locale of the builder must not show in what is built.
     os.umask(0o022)
+    if settings.text(settings.MACHINE):
+        os.environ["_PYTHON_HOST_PLATFORM"] = (
+            f"linux-{settings.machine()}"  # what sysconfig, and so the wheel's tag, takes this machine for
+        )
     setup(
         packages=["flash_kda"],
         package_data={"flash_kda": ["py.typed", "*.pyi"]},
         ext_modules=[Extension("flash_kda._native", sources=[])],
+        options={"egg_info": {"tag_build": local_version()}},
         cmdclass={"build_py": BuildPython, "build_ext": BuildNative, "bdist_wheel": BuildWheel},
     )
 

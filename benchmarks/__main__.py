@@ -5,6 +5,7 @@ From the root of the source tree, with flash_kda built in place (`python3 -m too
     python -m benchmarks run --out benchmarks/results/h200.json            # our kernels, all shapes; two minutes on an H200
     python -m benchmarks run --out benchmarks/results/h200.json --add --paths --peers fla --shapes 8192:96 8192:64
     python -m benchmarks table benchmarks/results/h200.json                # ratios, and what misses its target
+    python -m benchmarks report                                            # BENCHMARK_H200.md and its plots, with matplotlib
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from benchmarks import compare, runner
 from benchmarks.paths import DEFAULT, OURS, PATHS, PEERS
 
 H200_BANDWIDTH = 4.3e12  # bytes a second, read and written, of a copy on an H200
-REGIMES = ("strong", "weak")
 # The peers' shapes are all run with fp32 states; these with the other kinds as well.
 OTHER_STATES = (
     ("8192", 96), ("1300,547,2048,963,271,3063", 64), ("8x1024", 64), ("8192", 16), ("2048", 12), ("256x16", 32),
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = top.add_subparsers(required=True, metavar="run | table")
+    commands = top.add_subparsers(required=True, metavar="run | table | report")
 
     run = commands.add_parser("run", help="check and time; writes a results file")
     run.add_argument(
@@ -70,6 +70,13 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--paths", nargs="+", metavar="PATH", help="only these (default: all of ours in the file)")
     table.add_argument("--check", action="store_true", help="exit with 1 if anything misses its target")
     table.set_defaults(function=command_table)
+
+    report = commands.add_parser(
+        "report",
+        help="write BENCHMARK_NAME.md and its plots from benchmarks/results/NAME.json, and README.md's table from the newest",
+    )
+    report.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results files (default: all)")
+    report.set_defaults(function=command_report)
     return top
 
 
@@ -84,18 +91,17 @@ def cases(shapes: list[str] | None, states: list[str] | None, scaling: bool = Tr
         chosen += [(shape, "fp32") for series in SCALING.values() for shape in series if shape not in known]
     for (seq_lens, heads), state in dict.fromkeys(chosen):
         if states is None or state in states:
-            for regime in REGIMES:
+            for regime in compare.REGIMES:
                 yield {"seq_lens": seq_lens, "heads": heads, "regime": regime, "state": state}
 
 
 def _shape(text: str) -> tuple[str, int]:
-    from flash_kda.bench import Shape, parse_lengths
+    from flash_kda.bench import parse_shape
 
-    lengths, _, heads = text.rpartition(":")
     try:
-        shape = Shape(parse_lengths(lengths), int(heads))
-    except ValueError:
-        raise SystemExit(f"--shapes: expected LENGTHS:HEADS, such as 8192:96 or 8191,64x1:16, got {text!r}") from None
+        shape = parse_shape(text)
+    except ValueError as error:
+        raise SystemExit(f"--shapes: {error}") from None
     return shape.seq_lens, shape.heads
 
 
@@ -126,6 +132,19 @@ def command_table(options: argparse.Namespace) -> int:
         print("\n".join(compare.table(results, peers, targets, path)), end="\n\n")
         missed |= compare.misses_anything(results, peers, targets, path)
     return 1 if options.check and missed else 0
+
+
+def command_report(options: argparse.Namespace) -> int:
+    from benchmarks import report  # needs matplotlib
+
+    for file in options.files or sorted(report.RESULTS.glob("*.json")):
+        for written in report.write(file, report.page_of(file), report.PLOTS):
+            print(written.relative_to(report.ROOT))
+    if (newest := report.newest()) is not None:
+        page = report.ROOT / "README.md"
+        page.write_text(report.readme(page.read_text(encoding="utf-8"), newest), encoding="utf-8")
+        print(page.name)
+    return 0
 
 
 if __name__ == "__main__":

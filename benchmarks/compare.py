@@ -78,7 +78,7 @@ def _misses(
     for name, limit in targets["errors"][row["regime"]].items():
         error = row[f"err_{name}"]
         if error is not None and not error <= limit:
-            yield f"error of {name} {error:.1e} > {limit:.1e}"
+            yield f"error of {name} {error:.2e} > {limit:.2e}"
     if row["path"] == targets["path"] and peers and min(peers.values()) < targets["least_ratio"] * median:
         yield f"slower than {min(peers, key=lambda name: peers[name])}"
     portable = targets["portable"]

@@ -22,9 +22,15 @@ class Path(NamedTuple):
 
 
 def _ours(inputs: dict[str, Any]) -> Call:
-    import flash_kda
+    from flash_kda.bench import our_call
 
-    return lambda: flash_kda.fwd(**inputs)
+    return our_call(inputs)
+
+
+def _fla(inputs: dict[str, Any]) -> Call:
+    from flash_kda.bench import fla_call
+
+    return fla_call(inputs)
 
 
 def _kernel(name: str, **environment: str) -> Path:
@@ -38,25 +44,6 @@ def _kernel(name: str, **environment: str) -> Path:
         return flash_kda.__version__
 
     return Path(_ours, {"FLASH_KDA_KERNEL": name, **environment}, version, is_peer=False)
-
-
-def _fla(inputs: dict[str, Any]) -> Call:
-    from fla.ops.kda import chunk_kda
-
-    with_state = inputs["initial_state"] is not None
-    arguments = {name: inputs[name] for name in ("q", "k", "v", "g", "beta", "scale", "A_log", "lower_bound")}
-    arguments |= {
-        "dt_bias": inputs["dt_bias"].flatten(),
-        "initial_state": inputs["initial_state"].float() if with_state else None,  # it takes no bf16
-        "output_final_state": with_state,
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "safe_gate": True,
-        "state_v_first": True,
-        "cu_seqlens": None if inputs["cu_seqlens"] is None else inputs["cu_seqlens"].long(),
-    }
-    return lambda: chunk_kda(**arguments)
 
 
 def _cudnn(inputs: dict[str, Any]) -> Call:

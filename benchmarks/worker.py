@@ -6,8 +6,8 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.paths import PATHS, Call
-from flash_kda.bench import Errors, Shape, Timer, driver_version, errors, floor_us, make, parse_lengths
+from benchmarks.paths import PATHS, Path
+from flash_kda.bench import Shape, Timer, driver_version, make, measure, parse_lengths
 
 
 def main(name: str) -> None:
@@ -16,52 +16,24 @@ def main(name: str) -> None:
     path = PATHS[name]
     say({"about": about(path.version(), path.is_peer)})
     timer = Timer()
-    problem: Problem | None = None
     for line in sys.stdin:
-        case = json.loads(line)
         try:
-            with torch.inference_mode():
-                if problem is None or problem.case != problem_of(case):
-                    problem = None  # its memory is free before the next takes its own
-                    problem = Problem(case)
-                row = measure(path.prepare(problem.inputs), problem, timer, case["floor_bandwidth"])
+            row = answer(json.loads(line), path, timer)
         except Exception as error:  # of a peer, any kind; the other cases go on
+            torch.cuda.synchronize()  # if the GPU is lost to this process, that ends it, and the rest goes on in another
             text = " ".join(str(error).split())[:300]
             say({"failure": f"{type(error).__name__}: {text}"})
-            torch.cuda.synchronize()  # ends this process, and the cases go on in another, if the GPU is lost to it
         else:
-            say(row)
+            say({"row": row})
 
 
-def problem_of(case: dict[str, Any]) -> tuple[Any, ...]:
-    return (case["seq_lens"], case["heads"], case["regime"], case["state"])
+def answer(case: dict[str, Any], path: Path, timer: Timer) -> dict[str, Any]:
+    import torch
 
-
-class Problem:
-    def __init__(self, case: dict[str, Any], device: str = "cuda") -> None:
-        self.case = problem_of(case)
-        seq_lens, heads, regime, self.state = self.case
-        self.shape = Shape(parse_lengths(seq_lens), heads)
-        self.inputs = make(self.shape, regime, self.state, device)
-
-
-def measure(call: Call, problem: Problem, timer: Timer, bandwidth: float) -> dict[str, Any]:
-    """Check, then time. A wrong result is a failure, and not timed."""
-    out, state = call()
-    found: Errors = errors(problem.inputs, out, state)
-    if not found.good:
-        return {"failure": f"wrong: relative error of out {found.out:.2e}, of the state {found.state or 0:.2e}"}
-    del out, state
-    median = timer.median_us(call)
-    return {
-        "row": {
-            "median_us": round(median, 2),
-            "cold_us": round(timer.median_us(call, cold=True), 2),
-            "floor_us": round(floor_us(problem.shape, problem.state, bandwidth), 2),
-            "err_out": float(f"{found.out:.3e}"),
-            "err_state": None if found.state is None else float(f"{found.state:.3e}"),
-        }
-    }
+    shape, state = Shape(parse_lengths(case["seq_lens"]), case["heads"]), case["state"]
+    inputs = make(shape, case["regime"], state)
+    with torch.inference_mode():
+        return measure(path.prepare(inputs), shape, state, inputs, timer, case["floor_bandwidth"])
 
 
 def about(version: str, is_peer: bool) -> dict[str, Any]:

@@ -139,6 +139,8 @@ PYBIND11_MODULE(_native, m) {
     m.def("select", &selection, "index"_a,
           "What this device uses: dict unit, arch, sha256, size of the cubin, and kernel, its entry's name. RuntimeError with the reason if none "
           "fits.");
+    m.def("segments", &forward_segments, "device"_a, "T"_a, "H"_a, "N"_a, "has_offsets"_a, "whole"_a,
+          "Into how many segments forward cuts each of N sequences of at most T tokens. RuntimeError if no kernel fits the device.");
     m.def("workspace_size", &forward_workspace, "device"_a, "T"_a, "H"_a, "N"_a, "has_offsets"_a, "whole"_a,
           "Bytes of workspace that forward needs for N sequences of at most T tokens. RuntimeError if no kernel fits the device.");
     m.def("forward", &forward, "device"_a, "stream"_a, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "out"_a, "q_strides"_a, "k_strides"_a, "v_strides"_a,

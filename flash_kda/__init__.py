@@ -1,6 +1,7 @@
-"""Kimi Delta Attention for NVIDIA GPUs: ``flash_kda.fwd``, its oracle ``flash_kda.reference``, and ``flash_kda.device_code``.
+"""Kimi Delta Attention for NVIDIA GPUs: ``flash_kda.fwd``, its oracle ``flash_kda.reference``, and the engines that call it.
 
-Names load on first use, so that importing the package needs neither torch nor a driver; ``fwd`` and ``reference`` need torch.
+Names load on first use, so that importing the package needs neither torch nor a driver; only ``is_available`` and
+``device_code`` work without torch.
 """
 
 from __future__ import annotations
@@ -9,21 +10,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flash_kda import device_code, reference
-    from flash_kda.device_code import is_available
+    from flash_kda import device_code, fla, ops, reference, vllm
+    from flash_kda.availability import explain, is_available
     from flash_kda.forward import fwd, get_workspace_size
 
     __version__: str
 
-__all__ = ["__version__", "device_code", "fwd", "get_workspace_size", "is_available", "reference"]
+__all__ = [
+    "__version__",
+    "device_code",
+    "explain",
+    "fla",
+    "fwd",
+    "get_workspace_size",
+    "is_available",
+    "ops",
+    "reference",
+    "vllm",
+]
 
 # public name -> (module, attribute); None: the module itself
 _PUBLIC = {
     "device_code": ("flash_kda.device_code", None),
+    "explain": ("flash_kda.availability", "explain"),
+    "fla": ("flash_kda.fla", None),
     "fwd": ("flash_kda.forward", "fwd"),
     "get_workspace_size": ("flash_kda.forward", "get_workspace_size"),
-    "is_available": ("flash_kda.device_code", "is_available"),
+    "is_available": ("flash_kda.availability", "is_available"),
+    "ops": ("flash_kda.ops", None),
     "reference": ("flash_kda.reference", None),
+    "vllm": ("flash_kda.vllm", None),
 }
 
 

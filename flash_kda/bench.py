@@ -1,6 +1,7 @@
 """Times of calls: random problems, their floor, a check against fp64, and CUDA-event medians.
 
-``python -m flash_kda bench`` uses it on the user's own GPU; the benchmarks of the source tree use the same functions. Needs torch.
+``python -m flash_kda bench`` uses it on the user's own GPU (``self_benchmark``); the benchmarks of the source tree use the same
+functions. Needs torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import re
 import statistics
 import subprocess
 import time
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -62,6 +63,14 @@ def parse_lengths(text: str) -> tuple[int, ...]:
             raise ValueError(f"expected lengths such as 8192 or 1300,547 or 8191,64x1, got {text!r}")
         lengths += int(found[1] or 1) * [int(found[2])]
     return tuple(lengths)
+
+
+def parse_shape(text: str) -> Shape:
+    """A shape from lengths and heads: "8191,64x1:16". Raises ValueError if it is nothing of the kind."""
+    lengths, _, heads = text.rpartition(":")
+    if not lengths or not heads.isdigit():
+        raise ValueError(f"expected LENGTHS:HEADS, such as 8192:96 or 8191,64x1:16, got {text!r}")
+    return Shape(parse_lengths(lengths), int(heads))
 
 
 def moved_bytes(shape: Shape, state: str) -> int:
@@ -174,6 +183,68 @@ class Timer:
             return float(begin.elapsed_time(end)) * 1e3
 
         return statistics.median(once() for _ in range(samples))
+
+
+Call = Callable[[], tuple[Tensor, Optional[Tensor]]]
+
+
+def measure(
+    call: Call, shape: Shape, state: str, inputs: dict[str, Any], timer: Timer, bandwidth: float
+) -> dict[str, Any]:
+    """Check a call's results, then time it.
+
+    Returns:
+        ``median_us``, ``cold_us``, ``floor_us``, ``err_out`` and ``err_state``, ready for JSON.
+
+    Raises:
+        WrongResult: before anything is timed.
+    """
+    out, final_state = call()
+    found = errors(inputs, out, final_state)
+    if not found.good:
+        raise WrongResult(f"relative error of out {found.out:.2e}, of the state {found.state or 0:.2e}")
+    del out, final_state
+    return {
+        "median_us": round(timer.median_us(call), 2),
+        "cold_us": round(timer.median_us(call, cold=True), 2),
+        "floor_us": round(floor_us(shape, state, bandwidth), 2),
+        "err_out": float(f"{found.out:.3e}"),
+        "err_state": None if found.state is None else float(f"{found.state:.3e}"),
+    }
+
+
+class WrongResult(Exception):
+    """A kernel's result is farther from fp64 than ERROR_LIMIT."""
+
+
+def our_call(inputs: dict[str, Any]) -> Call:
+    """``fwd`` with these arguments."""
+    from flash_kda.forward import fwd
+
+    return lambda: fwd(**inputs)
+
+
+def fla_call(inputs: dict[str, Any]) -> Call:
+    """The same by flash-linear-attention's ``chunk_kda`` (0.6 or later), which takes no bf16 states.
+
+    With FLA_FLASH_KDA=0 in the environment that is its Triton kernels; it would else hand the call to flash_kda.
+    """
+    from fla.ops.kda import chunk_kda
+
+    with_state = inputs["initial_state"] is not None
+    arguments = {name: inputs[name] for name in ("q", "k", "v", "g", "beta", "scale", "A_log", "lower_bound")}
+    arguments |= {
+        "dt_bias": inputs["dt_bias"].flatten(),
+        "initial_state": inputs["initial_state"].float() if with_state else None,
+        "output_final_state": with_state,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "safe_gate": True,
+        "state_v_first": True,
+        "cu_seqlens": None if inputs["cu_seqlens"] is None else inputs["cu_seqlens"].long(),
+    }
+    return lambda: chunk_kda(**arguments)
 
 
 def copy_bandwidth(timer: Timer) -> float:

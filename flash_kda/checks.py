@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 HEAD_DIM = 128
 LOWEST_BOUND = -5.0
@@ -334,7 +335,7 @@ def check(
         or (intermediate_states is not None and intermediate_states.requires_grad)
         or (checkpoint_states is not None and checkpoint_states.requires_grad)
     ):
-        _no_gradient(
+        refuse_gradient(
             q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, out=out,
             final_state=final_state, intermediate_states=intermediate_states, checkpoint_states=checkpoint_states,
         )  # fmt: skip
@@ -510,6 +511,19 @@ def _check_written_states(name: str, tensor: Tensor, q: Tensor) -> None:
         _not_contiguous(name, tensor)
     if tensor.data_ptr() % ALIGN_BYTES:
         _misaligned(name, tensor)
+
+
+def keep_whole(batch_invariant: bool, enable_cp: bool | None) -> bool:
+    """``batch_invariant``, or what sglang's name for its opposite says."""
+    if enable_cp is None:
+        return batch_invariant
+    _check_switches(enable_cp=enable_cp)
+    if enable_cp and batch_invariant:
+        raise ValueError(
+            "enable_cp: expected None or False with batch_invariant=True, got True; one asks to cut sequences into segments, "
+            "the other not to"
+        )
+    return not enable_cp
 
 
 def check_workspace(workspace: Tensor, needed: int) -> None:
@@ -914,9 +928,23 @@ def _bad_lower_bound(value: float) -> NoReturn:
     raise ValueError(f"lower_bound: expected a number in [{LOWEST_BOUND}, 0), usually -5.0, got {value}{hint}")
 
 
-def _no_gradient(**arguments: Tensor | None) -> NoReturn:
-    name = next(name for name, tensor in arguments.items() if tensor is not None and tensor.requires_grad)
-    raise RuntimeError(
-        f"{name} requires a gradient, and flash_kda.fwd computes none (forward only). "
-        f"Call it under torch.no_grad() or torch.inference_mode(), or pass {name}.detach()."
-    )
+def refuse_gradient(**arguments: Tensor | None) -> None:
+    """Raise if gradients are recorded and a tensor requires one: none is computed, and it would be lost silently."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in arguments.items():
+        if tensor is not None and tensor.requires_grad:
+            raise RuntimeError(
+                f"{name} requires a gradient, and flash_kda.fwd computes none (forward only). "
+                f"Call it under torch.no_grad() or torch.inference_mode(), or pass {name}.detach()."
+            )
+
+
+def refuse_tangents(**arguments: Tensor | None) -> None:
+    """Raise if a tensor carries a tangent of forward-mode differentiation, which would be lost silently."""
+    for name, tensor in arguments.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"{name} carries a tangent, and flash_kda.fwd computes no derivatives (forward only). "
+                f"Pass torch.autograd.forward_ad.unpack_dual({name}).primal."
+            )

@@ -20,7 +20,6 @@ __all__ = [
     "choose",
     "embedded",
     "gpus",
-    "is_available",
     "native",
     "runs",
     "serves",
@@ -146,15 +145,6 @@ def choose(device: int = 0) -> Choice:
         if cubin.sha256 == chosen["sha256"] and cubin.unit == chosen["unit"] and cubin.arch == chosen["arch"]:
             return Choice(chosen["kernel"], cubin, reason)
     return Choice(None, None, f"the compiled module chose {chosen['unit']} {chosen['arch']}, which it does not list")
-
-
-def is_available(device: int = 0) -> bool:
-    """Whether ``flash_kda.fwd`` has a GPU kernel for GPU ``device``; ``choose(device).reason`` says why not.
-
-    Asking starts the CUDA driver in this process, as ``torch.cuda.is_available()`` does, and children that it forks afterwards
-    cannot use CUDA: ask in the workers, or spawn them.
-    """
-    return choose(device).cubin is not None
 
 
 def capabilities(arch: str) -> tuple[int, int, int]:

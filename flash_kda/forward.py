@@ -7,9 +7,22 @@ from typing import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flash_kda import device_code, reference
-from flash_kda.checks import OFFSETS, OUT, SEQUENCES, TOKENS, VALUE_HEADS, WHOLE, check, check_workspace
+from flash_kda import device_code, ops, reference
+from flash_kda.checks import (
+    OFFSETS,
+    OUT,
+    SEQUENCES,
+    TOKENS,
+    VALUE_HEADS,
+    WHOLE,
+    Call,
+    check,
+    check_workspace,
+    keep_whole,
+    refuse_tangents,
+)
 
 __all__ = ["fwd", "get_workspace_size"]
 
@@ -43,6 +56,7 @@ def fwd(
     workspace: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     batch_invariant: bool = False,
+    enable_cp: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Forward of Kimi Delta Attention over whole sequences. Results are written in place into ``out`` and ``final_state``.
 
@@ -93,6 +107,7 @@ def fwd(
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU, if there is one: what it holds is checked before the launch.
         batch_invariant: True: no sequence is cut into segments, so that its results do not depend, bit for bit, on what else
             is in the batch. Calls that ask for intermediate states or checkpoints are never cut.
+        enable_cp: the opposite of batch_invariant, by sglang's name for it. True: sequences may be cut, which is the default.
 
         q, k, v, g and out may be slices of larger tensors: the last dimension is dense, the others may have any strides. They
             are read in place; fastest where strides are multiples of 8 elements and addresses of 16 bytes. No tensor that is
@@ -107,6 +122,22 @@ def fwd(
         RuntimeError: a gradient would be needed, or there is no kernel for this device (the message says why).
             Whatever is raised, nothing was launched and nothing written.
     """
+    if enable_cp is not None:
+        batch_invariant = keep_whole(batch_invariant, enable_cp)
+    if ops.is_traced(q):
+        return ops.trace(
+            q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first, state_indices=state_indices, intermediate_states=intermediate_states,
+            checkpoint_states=checkpoint_states, checkpoint_offsets=checkpoint_offsets, workspace=workspace,
+            cu_seqlens_cpu=cu_seqlens_cpu, batch_invariant=batch_invariant,
+        )  # fmt: skip
+    if forward_ad._current_level >= 0:
+        refuse_tangents(
+            q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, out=out,
+            final_state=final_state, intermediate_states=intermediate_states, checkpoint_states=checkpoint_states,
+        )  # fmt: skip
     call = check(
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
@@ -127,9 +158,9 @@ def fwd(
         )  # fmt: skip
         return out, final_state
 
-    launch, workspace_size = _native or _load_native()
+    launch, _ = _native or _load_native()
     device = q.get_device()
-    size = workspace_size(device, call[TOKENS], call[VALUE_HEADS], call[SEQUENCES], call[OFFSETS] != 0, call[WHOLE])
+    size = needed_workspace(call, device)
     if workspace is not None:
         check_workspace(workspace, size)
     if out is None:
@@ -145,11 +176,26 @@ def fwd(
     return out, final_state
 
 
+def needed_workspace(call: Call, device: int) -> int:
+    """Bytes of scratch memory that a call takes on a GPU."""
+    _, workspace_size = _native or _load_native()
+    return workspace_size(device, call[TOKENS], call[VALUE_HEADS], call[SEQUENCES], call[OFFSETS] != 0, call[WHOLE])
+
+
+def segments(call: Call, device: int) -> int:
+    """Into how many segments a call cuts each of its sequences on a GPU; 1: it does not."""
+    count: int = device_code.native().segments(
+        device, call[TOKENS], call[VALUE_HEADS], call[SEQUENCES], call[OFFSETS] != 0, call[WHOLE]
+    )
+    return count
+
+
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     """Bytes of scratch memory that ``fwd`` takes for a call over ``T_total`` tokens, ``H`` value heads and ``N`` sequences.
 
-    ``fwd`` allocates them itself, from torch's allocator, if it is given no ``workspace``. They hold the states between the segments into which few long sequences
-    are cut (see ``fwd``); most calls need none. The answer is for the current CUDA device, and enough for N rows of a batch as
+    ``fwd`` allocates them itself, from torch's allocator, if it is given no ``workspace``. They hold states on their way from one
+    block of the GPU to another: between segments, where few long sequences are cut into them (see ``fwd``), and where the work of many
+    heads is shared out evenly among the multiprocessors (at most 9 MB). Short calls need none. The answer is for the current CUDA device, and enough for N rows of a batch as
     well as for N sequences in ``cu_seqlens``. 0 where no kernel can run.
 
     Raises:
@@ -198,3 +244,6 @@ def _warn_cpu() -> None:
             "This is said once.",
             stacklevel=3,
         )
+
+
+ops.provide(fwd, get_workspace_size)

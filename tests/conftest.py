@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,3 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: runs a kernel on a GPU; skipped, visibly, where there is none")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the sources in another folder: no .git, nothing built."""
+    made = shutil.ignore_patterns(".git", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "*.so")
+
+    def ignore(where: str, names: list[str]) -> set[str]:
+        at_the_top = {"build", "dist"} if Path(where) == HERE.parent else set()
+        return made(where, names) | at_the_top & set(names)
+
+    folder = tmp_path / "tree"
+    shutil.copytree(HERE.parent, folder, ignore=ignore)
+    return folder

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import platform
 import shlex
 import shutil
 import sys
@@ -13,7 +14,7 @@ from tools import ROOT, build, device, host, settings, wheels
 from tools.archs import allowed, plan
 from tools.errors import BuildError, explain, os_error_text
 from tools.locks import DEVICE_CODE_LOCK, compare_with_lock, toolchain_digest, write_device_code_lock
-from tools.toolchain import DEVICE, HOST, exclusive, fetch_all, obtain, source_of
+from tools.toolchain import DEVICE, HOST, WHEEL, exclusive, fetch_all, obtain, source_of
 from tools.units import UNIT_BY_NAME, Unit
 from tools.venvs import Environment
 
@@ -90,6 +91,9 @@ def command_wheel(arguments: argparse.Namespace) -> None:
     wheel = wheels.release(
         arguments.archs or settings.text(settings.CUDA_ARCHS) or "all", Path(arguments.out).absolute(), log
     )
+    if settings.machine() != platform.machine():
+        log(f"wheel: {wheel}, for {settings.machine()}: not tried here")
+        return
     environment = Environment(build.BUILD / "venv-wheel")
     log("installing it into a fresh environment" + ("" if arguments.no_torch else ", with torch"))
     environment.install(str(wheel), *(["--no-deps"] if arguments.no_torch else ["-c", str(REQUIREMENTS)]))
@@ -99,6 +103,19 @@ def command_wheel(arguments: argparse.Namespace) -> None:
     if environment.run("python", "-m", "flash_kda", "doctor", cwd=build.BUILD) not in expected:
         raise BuildError(f"the doctor is not content with {wheel.name}; what it says is above")
     log(f"wheel: {wheel}")
+
+
+def command_repair(arguments: argparse.Namespace) -> None:
+    """Give wheels that pip has built their manylinux tag, and check them."""
+    toolchain = obtain((WHEEL,), log)
+    for raw in arguments.wheels:
+        log(f"wheel: {wheels.repair(raw, toolchain, Path(arguments.out).absolute())}")
+
+
+def command_index(arguments: argparse.Namespace) -> None:
+    """Lay out a static package index."""
+    for folder in wheels.write_index(arguments.wheels, Path(arguments.out).absolute()):
+        log(f"index: {folder}")
 
 
 def command_test(arguments: argparse.Namespace) -> int:
@@ -187,6 +204,18 @@ def parser() -> argparse.ArgumentParser:
         "--no-torch", action="store_true", help="install without torch: quicker, and the doctor checks less"
     )
     sub.set_defaults(run=command_wheel, alone=True)
+
+    sub = commands.add_parser("repair", help="give wheels that pip has built their manylinux tag, and check them")
+    sub.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
+    sub.add_argument("--out", default=str(ROOT / "dist"), help="folder for the wheels (default: dist/)")
+    sub.set_defaults(run=command_repair)
+
+    sub = commands.add_parser(
+        "index", help="lay out a static package index (PEP 503) for wheels of any Python and machine"
+    )
+    sub.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
+    sub.add_argument("--out", required=True, help="folder of the index")
+    sub.set_defaults(run=command_index)
 
     sub = commands.add_parser("test", help="build and install the wheel; linters, types, all tests")
     sub.add_argument("pytest", nargs="*", help="arguments for pytest, after --")

@@ -35,7 +35,7 @@ class Python:
     include: str
     multiarch: str  # Debian's Python keeps pyconfig.h in a folder of this name beside `include`; else empty
     suffix: str
-    machine: str
+    machine: str  # that the module is for
 
     @property
     def module_name(self) -> str:
@@ -43,7 +43,11 @@ class Python:
 
 
 def describe_python(executable: str = sys.executable) -> Python:
-    """Ask a Python for its headers and module suffix. Raises BuildError if it has no headers."""
+    """Ask a Python for its headers and module suffix. Raises BuildError if it has no headers.
+
+    For another machine (FLASH_KDA_MACHINE) the headers are those of the Python at hand: on Linux x86_64 and aarch64 the types that they
+    describe have the same sizes, which pyport.h and pybind11 check again as they are compiled.
+    """
     script = (
         "import json, platform, sysconfig as s; print(json.dumps([platform.python_version(), "
         "s.get_path('include'), s.get_config_var('MULTIARCH') or '', s.get_config_var('EXT_SUFFIX'), "
@@ -53,14 +57,15 @@ def describe_python(executable: str = sys.executable) -> Python:
         result = capture([executable, "-c", script])
     if result.returncode != 0:
         raise BuildError(f"{executable} does not work as a Python: {last_error(result.stderr)}")
-    version, include, multiarch, suffix, machine, system = json.loads(result.stdout)
-    if system != "Linux" or machine not in ("x86_64", "aarch64"):
-        raise BuildError(f"flash_kda is built on Linux x86_64 and aarch64, not on {system} {machine}")
+    version, include, multiarch, suffix, own_machine, system = json.loads(result.stdout)
+    if system != "Linux" or own_machine not in ("x86_64", "aarch64"):
+        raise BuildError(f"flash_kda is built on Linux x86_64 and aarch64, not on {system} {own_machine}")
     if not Path(include, "Python.h").is_file():
         raise BuildError(
             f"Python {version} ({executable}) has no {include}/Python.h; install its headers (python3-dev)"
         )
-    return Python(executable, version, include, multiarch, suffix, machine)
+    machine = settings.machine() if settings.text(settings.MACHINE) else own_machine
+    return Python(executable, version, include, multiarch, suffix.replace(own_machine, machine), machine)
 
 
 @dataclass(frozen=True)
@@ -116,20 +121,23 @@ def module_sources() -> list[Path]:
     return files
 
 
-def multiarch_headers(python: Python, scratch: Path) -> "list[str]":
-    """Options that let the compiler find a Debian Python's own pyconfig.h.
+def python_headers(python: Python, scratch: Path) -> "list[str]":
+    """Options that let the compiler find what a Python's headers include from elsewhere, through a folder in `scratch`.
 
-    The one in the headers' folder includes <MULTIARCH/pythonX.Y/pyconfig.h>, relative to /usr/include. The compiler is shown that one
-    folder, through a link in `scratch`, and nothing else of /usr/include: its libc is not the one that is targeted.
+    The compiler is shown that one folder and nothing else of /usr/include: the libc there is not the one that is targeted.
     """
+    folder = scratch / "include"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Python.h of 3.9 and 3.10 includes it where the system had it. Nothing here uses it, and newer systems have none.
+    (folder / "crypt.h").write_text("", encoding="utf-8")
+    # The pyconfig.h of a Debian Python includes <MULTIARCH/pythonX.Y/pyconfig.h>, relative to /usr/include.
     headers = Path(python.include)
     own = headers.parent / python.multiarch / headers.name
-    if not python.multiarch or not (own / "pyconfig.h").is_file():
-        return []
-    link = scratch / "include" / python.multiarch / headers.name
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(own)
-    return ["-isystem", str(scratch / "include")]
+    if python.multiarch and (own / "pyconfig.h").is_file():
+        link = folder / f"{python.machine}-linux-gnu" / headers.name
+        link.parent.mkdir(parents=True)
+        link.symlink_to(own)
+    return ["-isystem", str(folder)]
 
 
 def build_module(python: Python, cxx: Compiler, toolchain: Toolchain, embedded: Path, output: Path) -> None:
@@ -138,7 +146,7 @@ def build_module(python: Python, cxx: Compiler, toolchain: Toolchain, embedded: 
     includes = ["-I", str(ROOT / "csrc")]
     for path in (toolchain.pybind11_include, python.include, toolchain.cuda_include):
         includes += ["-isystem", str(path)]
-    includes += multiarch_headers(python, folder)
+    includes += python_headers(python, folder)
     # The value that __FILE__ and friends take must not depend on where the build is.
     maps = [f"-ffile-prefix-map={path}=." for path in (folder, ROOT, toolchain.scratch.parent)]
     sources = [*module_sources(), embedded]

@@ -1,6 +1,7 @@
 """The environment variables that steer a build: each is named and read here, nowhere else."""
 
 import os
+import platform
 import re
 from pathlib import Path
 from typing import Optional
@@ -14,9 +15,10 @@ JOBS = "FLASH_KDA_JOBS"  # device compilers at once, instead of the number that 
 ALLOW_UNLOCKED = "FLASH_KDA_ALLOW_UNLOCKED"  # 1: device code may differ from device-code.lock
 CXX = "FLASH_KDA_CXX"  # host compiler instead of the pinned one; the wheel is then not a release
 GLIBC = "FLASH_KDA_GLIBC"  # 2.17 (default) or 2.28: the oldest glibc that the module runs on
+MACHINE = "FLASH_KDA_MACHINE"  # x86_64 or aarch64: build for another machine than this one
 COMMIT = "FLASH_KDA_COMMIT"  # a commit id for the build record, as of `git describe --always --abbrev=40 --dirty`
 
-VARIABLES = (CUDA_ARCHS, TOOLCHAIN_DIR, CACHE_DIR, JOBS, ALLOW_UNLOCKED, CXX, GLIBC, COMMIT)
+VARIABLES = (CUDA_ARCHS, TOOLCHAIN_DIR, CACHE_DIR, JOBS, ALLOW_UNLOCKED, CXX, GLIBC, MACHINE, COMMIT)
 
 
 def text(variable: str) -> str:
@@ -43,6 +45,16 @@ def glibc() -> str:
     value = text(GLIBC) or "2.17"
     if value not in ("2.17", "2.28"):
         raise BuildError(f"{GLIBC}={value}: expected 2.17 or 2.28")
+    return value
+
+
+def machine() -> str:
+    """The machine that the host module is for. Device code does not depend on it."""
+    value = text(MACHINE) or platform.machine()
+    if value not in ("x86_64", "aarch64"):
+        raise BuildError(
+            f"flash_kda is built for x86_64 and aarch64, not for {value}" + (f" ({MACHINE})" if text(MACHINE) else "")
+        )
     return value
 
 

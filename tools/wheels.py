@@ -1,6 +1,7 @@
 """Wheels: the same bytes for the same inputs, the manylinux tag, and what must be true of one that is released."""
 
 import hashlib
+import html
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+from urllib.parse import quote
 
 from flash_kda import elf
 from flash_kda.verify import Wheel, examine, read_wheel
@@ -118,6 +120,12 @@ def build_raw(toolchain: Toolchain, output: Path, arch_setting: str, log: Log = 
     return output / lines[-1][len("wheel: ") :]
 
 
+# auditwheel knows only the platform tags of the machine that it believes to be on.
+_AUDITWHEEL = (
+    "import platform, sys; platform.machine = lambda: '{}'; from auditwheel.main import main; sys.exit(main())"
+)
+
+
 def repair(raw: Path, toolchain: Toolchain, output: Path) -> Path:
     """Give the wheel its manylinux tag and check it; returns its path in `output`.
 
@@ -133,7 +141,7 @@ def repair(raw: Path, toolchain: Toolchain, output: Path) -> Path:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".part-", dir=output) as part:
             arguments = ["repair", "--plat", platform, "--wheel-dir", part, str(raw)]
-            result = capture([sys.executable, "-S", "-m", "auditwheel", *arguments], env=environment)
+            result = capture([sys.executable, "-S", "-c", _AUDITWHEEL.format(machine), *arguments], env=environment)
             made = list(Path(part).glob("*.whl"))
             if result.returncode != 0 or len(made) != 1:
                 said = last_error(result.stderr + result.stdout)
@@ -142,11 +150,44 @@ def repair(raw: Path, toolchain: Toolchain, output: Path) -> Path:
             found = problems(read_wheel(made[0]))
             if found:
                 raise BuildError(f"{made[0].name} is not fit to be released: {'; '.join(found)}")
-            # Wheels before it, of the same version and Python, go only now.
-            for stale in output.glob("*.whl"):
+            # Wheels before it, of the same version, Python and machine, go only now.
+            for stale in output.glob(f"*_{machine}.whl"):
                 if stale.name.split("-")[:3] == raw.name.split("-")[:3]:
                     stale.unlink()
             return made[0].replace(output / made[0].name)
+
+
+def write_index(wheels: "list[Path]", folder: Path) -> "list[Path]":
+    """Lay out static package indexes (PEP 503) under `folder`; returns the folder of each, for `pip install --index-url`.
+
+    One for each set of architectures: among versions pip would prefer one with a local label to the one with all architectures. The
+    wheels lie in `folder`/wheels; `simple` leads to those with all, sm90a to those for 90a alone, and so on.
+    """
+    store = folder / "wheels"
+    pages: dict[str, list[str]] = {}
+    with explain(f"cannot write into {folder}"):
+        store.mkdir(parents=True, exist_ok=True)
+        for path in sorted(wheels):
+            wheel = read_wheel(path)
+            found = problems(wheel)
+            if found:
+                raise BuildError(f"{path.name} is not fit to be released: {'; '.join(found)}")
+            data = path.read_bytes()
+            (store / path.name).write_bytes(data)
+            link = f"../../wheels/{quote(path.name)}#sha256={hashlib.sha256(data).hexdigest()}"
+            python = html.escape(wheel.metadata()["Requires-Python"][0])
+            local = wheel.metadata()["Version"][0].partition("+")[2] or "simple"
+            pages.setdefault(local, []).append(f'<a href="{link}" data-requires-python="{python}">{path.name}</a><br>')
+        for name, links in pages.items():
+            write_page(folder / name, ['<a href="flash-kda/">flash-kda</a><br>'])
+            write_page(folder / name / "flash-kda", links)
+    return [folder / name for name in sorted(pages)]
+
+
+def write_page(folder: Path, links: "list[str]") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    head = '<!DOCTYPE html>\n<html><head><meta name="pypi:repository-version" content="1.0"><title>flash_kda</title></head><body>\n'
+    (folder / "index.html").write_text(head + "\n".join(links) + "\n</body></html>\n", encoding="utf-8")
 
 
 def problems(wheel: Wheel) -> list[str]:

@@ -84,11 +84,14 @@ unsigned long long next_ticket() {
 
 }  // namespace
 
+int forward_segments(int device, int T, int H, int N, bool has_offsets, bool whole) {
+    return whole ? 1 : plan_segments(loaded_kernel(device).sm_count, T, H, N, has_offsets).segments;
+}
+
 std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets, bool whole) {
     const LoadedKernel& loaded = loaded_kernel(device);
     const Plan plan = whole ? Plan{} : plan_segments(loaded.sm_count, T, H, N, has_offsets);
-    if (plan.segments > 1) return segment_bytes(plan, H, N);
-    return handoff_bytes(loaded.sm_count, T, H, N, has_offsets);
+    return plan.segments > 1 ? segment_bytes(plan, H, N) : handoff_bytes(loaded.sm_count, T, H, N, has_offsets);
 }
 
 void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {

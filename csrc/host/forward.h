@@ -20,6 +20,9 @@ struct ForwardCall {
 // Bytes of workspace that such a call needs on a device.
 std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets, bool whole);
 
+// Into how many segments such a call cuts each sequence.
+int forward_segments(int device, int T, int H, int N, bool has_offsets, bool whole);
+
 // Launches on `stream` of device `device` and returns at once. Throws std::runtime_error with the driver's error.
 void launch_forward(int device, std::uintptr_t stream, ForwardCall call);
 

@@ -60,9 +60,9 @@ def test_all_is_well() -> None:
     [
         (row(90.1), "target 90 us"),
         (row(95.1, "weak"), "target 95 us"),
-        (row(50.0, err_out=4.1e-3), "error of out 4.1e-03 > 4.0e-03"),
-        (row(50.0, "weak", err_state=4.1e-3), "error of state 4.1e-03 > 4.0e-03"),
-        (row(50.0, err_out=float("nan")), "error of out nan > 4.0e-03"),
+        (row(50.0, err_out=4.1e-3), "error of out 4.10e-03 > 4.00e-03"),
+        (row(50.0, "weak", err_state=4.1e-3), "error of state 4.10e-03 > 4.00e-03"),
+        (row(50.0, err_out=float("nan")), "error of out nan > 4.00e-03"),
         (row(301.0, seq_lens="99"), "slower than flashkda"),
         (row(301.0, path="portable-wide"), "slower than flashkda"),
     ],

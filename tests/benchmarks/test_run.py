@@ -26,13 +26,15 @@ class FakeTimer:
         return 30.0 if cold else 20.0
 
 
+SHAPE = bench.Shape((40, 0, 17, 17), 3)
+
+
 @pytest.mark.filterwarnings("ignore:flash_kda.fwd was called with CPU tensors")
 @pytest.mark.parametrize("regime", ["strong", "weak"])
 @pytest.mark.parametrize("state", ["fp32", "bf16", "none"])
 def test_a_right_result_is_timed(state: str, regime: str) -> None:
-    problem = worker.Problem({**CASE, "state": state, "regime": regime}, device="cpu")
-    answer = worker.measure(PATHS["sm90"].prepare(problem.inputs), problem, FakeTimer(), 4.3e12)
-    row = answer["row"]
+    inputs = bench.make(SHAPE, regime, state, "cpu")
+    row = bench.measure(bench.our_call(inputs), SHAPE, state, inputs, FakeTimer(), 4.3e12)
     assert (row["median_us"], row["cold_us"]) == (20.0, 30.0)
     assert 5e-4 < row["err_out"] < 5e-3  # of rounding to bf16
     assert (row["err_state"] is None) == (state == "none")
@@ -55,16 +57,16 @@ def spoil_one_value(out: Any, state: Any) -> None:
 @pytest.mark.filterwarnings("ignore:flash_kda.fwd was called with CPU tensors")
 @pytest.mark.parametrize("spoil", [spoil_out, spoil_state, spoil_one_value])
 def test_a_wrong_result_is_not_timed(spoil: Any) -> None:
-    problem = worker.Problem({**CASE, "heads": 9 if spoil is spoil_one_value else 3}, device="cpu")
+    shape = SHAPE._replace(heads=9 if spoil is spoil_one_value else 3)
+    inputs = bench.make(shape, "weak", "fp32", "cpu")
 
     def call() -> Any:
-        out, state = flash_kda.fwd(**problem.inputs)
+        out, state = flash_kda.fwd(**inputs)
         spoil(out, state)
         return out, state
 
-    answer = worker.measure(call, problem, None, 4.3e12)  # type: ignore[arg-type]
-    assert answer.keys() == {"failure"}
-    assert answer["failure"].startswith("wrong: ")
+    with pytest.raises(bench.WrongResult, match="relative error of out "):
+        bench.measure(call, shape, "fp32", inputs, None, 4.3e12)  # type: ignore[arg-type]
 
 
 def test_inputs_are_of_their_regime() -> None:
@@ -134,17 +136,18 @@ def test_peers_are_called_by_their_own_names(monkeypatch: pytest.MonkeyPatch) ->
     for peer in PEERS:
         for state in ("fp32", "none"):
             for lengths in ("33", "20,0,9"):
-                problem = worker.Problem({**CASE, "seq_lens": lengths, "state": state}, device="cpu")
-                answer = worker.measure(PATHS[peer].prepare(problem.inputs), problem, FakeTimer(), 4.3e12)
-                assert answer["row"]["err_out"] < 5e-3
-                assert (answer["row"]["err_state"] is None) == (state == "none")
+                shape = bench.Shape(bench.parse_lengths(lengths), 3)
+                inputs = bench.make(shape, "weak", state, "cpu")
+                row = bench.measure(PATHS[peer].prepare(inputs), shape, state, inputs, FakeTimer(), 4.3e12)
+                assert row["err_out"] < 5e-3
+                assert (row["err_state"] is None) == (state == "none")
 
 
 @pytest.mark.filterwarnings("ignore:flash_kda.fwd was called with CPU tensors")
 def test_a_worker_answers_case_by_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made: list[str] = []
 
-    def make(shape: bench.Shape, regime: str, state: str, device: str) -> Any:
+    def make(shape: bench.Shape, regime: str, state: str) -> Any:
         made.append(shape.seq_lens)
         return bench.make(shape, regime, state, "cpu")
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,20 +31,6 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def real_toolchain() -> toolchain.Toolchain:
     return toolchain.obtain((toolchain.DEVICE, toolchain.HOST))
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A copy of the sources in another folder: no .git, nothing built."""
-    made = shutil.ignore_patterns(".git", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "*.so")
-
-    def ignore(where: str, names: "list[str]") -> "set[str]":
-        at_the_top = {"build", "dist"} if Path(where) == REPOSITORY else set()
-        return made(where, names) | at_the_top & set(names)
-
-    folder = tmp_path / "tree"
-    shutil.copytree(REPOSITORY, folder, ignore=ignore)
-    return folder
 
 
 @pytest.fixture

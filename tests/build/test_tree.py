@@ -73,7 +73,7 @@ def test_every_command_explains_itself() -> None:
     listing = subprocess.run(
         [sys.executable, "-m", "tools", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    for command in ("plan", "wheel", "test", "lock", "cubins", "module", "format", "toolchain"):
+    for command in ("plan", "wheel", "test", "lock", "cubins", "module", "format", "toolchain", "repair", "index"):
         assert re.search(rf"^    {command}\s+\w", listing.stdout, re.MULTILINE), command
 
 

@@ -113,7 +113,7 @@ def test_signature() -> None:
         "initial_state", "final_state", "cu_seqlens",
         "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
         "state_indices", "intermediate_states", "checkpoint_states", "checkpoint_offsets", "workspace", "cu_seqlens_cpu",
-        "batch_invariant",
+        "batch_invariant", "enable_cp",
     ]  # fmt: skip
     assert [p.default for p in parameters.values()][10:13] == [None] * 3
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in list(parameters.values())[13:])

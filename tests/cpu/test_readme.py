@@ -1,4 +1,4 @@
-"""What the README promises in code and numbers."""
+"""What README and the pages of docs/ promise in code and numbers."""
 
 from __future__ import annotations
 
@@ -33,17 +33,21 @@ def test_the_example_runs() -> None:
 
 
 def test_the_signature_is_the_documented_one() -> None:
-    documented = re.search(r"`flash_kda\.fwd\((.*?)\)`\nreturns", README, re.DOTALL)
+    page = (ROOT / "docs" / "inputs.md").read_text()
+    documented = re.search(r"^flash_kda\.fwd\((.*?)\)$", page, re.DOTALL | re.MULTILINE)
     assert documented is not None
     parameters = inspect.signature(flash_kda.fwd).parameters.values()
     actual = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-    actual.insert(13, "*")
-    assert documented.group(1).split(", ") == actual
+    keyword_only = next(i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY)
+    actual.insert(keyword_only, "*")
+    assert [part.strip() for part in documented.group(1).split(",")] == actual
+    rows = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == [p.name for p in parameters]
 
 
 def test_the_exit_codes_are_the_documented_ones() -> None:
-    section = README[README.index("## Doctor") :]
-    assert re.findall(r"^\| (\d) \|", section, re.MULTILINE) == [
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    assert re.findall(r"^\| (\d) \|", page, re.MULTILINE) == [
         str(code) for code in (doctor.GOOD, doctor.BROKEN, doctor.REFERENCE_ONLY, doctor.NO_TORCH)
     ]
 
@@ -51,7 +55,8 @@ def test_the_exit_codes_are_the_documented_ones() -> None:
 def test_the_error_bounds_are_the_tested_ones() -> None:
     import kda_cases as cases
 
-    bounds = [float(x) for x in re.findall(r"\| (\de-\d) \|", README)]
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    bounds = [float(x) for x in re.findall(r"\| (\de-\d) \|", page)]
     assert bounds == [cases.LIMIT[cases.STRONG], cases.LIMIT[cases.WEAK], cases.EQUAL_KEYS_LIMIT]
     assert cases.LIMIT[cases.WEAKEST] == cases.LIMIT[cases.WEAK]
 

@@ -12,6 +12,8 @@ if importlib.util.find_spec("tools") is None:
     # At the end: an installed flash_kda comes before the one in the tree.
     sys.path.append(str(REPOSITORY))
 
+sys.path.insert(0, str(REPOSITORY / "tests" / "distribution"))  # for standins
+
 from tools import wheels  # noqa: E402
 from tools.toolchain import DEVICE, HOST, WHEEL, Toolchain, obtain  # noqa: E402
 

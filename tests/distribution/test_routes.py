@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools import ROOT, settings
+from tools.embed import project_version
 from tools.process import capture
 from tools.toolchain import Toolchain, pip_command
 from tools.venvs import Environment
@@ -98,7 +99,8 @@ def pip(*arguments: str, cwd: Path) -> None:
 def raw_wheel() -> Path:
     """The wheel under test as it was before repair, rebuilt if it is not there any more."""
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    return next((ROOT / "build" / "wheel").glob(f"flash_kda-*-{python}-{python}-linux_*.whl"))
+    name = f"flash_kda-{project_version()}-{python}-{python}-linux_{os.uname().machine}.whl"
+    return ROOT / "build" / "wheel" / name
 
 
 def test_pip_wheel_in_build_isolation_gives_the_same_bytes(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from flash_kda import bench  # noqa: E402
+from flash_kda import bench, device_code  # noqa: E402
+
+PACKAGE = Path(bench.__file__).resolve().parent.parent
 
 BANDWIDTHS = {"H100": 3.3e12, "H200": 4.8e12}  # of the memory itself, bytes a second
 
@@ -52,3 +58,31 @@ def test_a_problem_is_right_on_this_gpu(state: str) -> None:
     assert bench.errors(inputs, out, final).good
     out[0, 5, 0] += 10
     assert not bench.errors(inputs, out, final).good
+
+
+def test_the_command() -> None:
+    command = [sys.executable, "-m", "flash_kda", "bench", "--json", "--shapes", "300,0,33:4"]
+    done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["preferred"] in report["cubins"]
+    for path in report["cubins"]:
+        rows = [row for row in report["rows"] if row["path"] == path]
+        assert [row["regime"] for row in rows] == ["strong", "weak"]
+        assert all(0 < row["median_us"] < 1000 for row in rows)
+
+
+def test_the_benchmarks(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parent.parent.parent
+    if root != PACKAGE:
+        pytest.skip("benchmarks/ uses the flash_kda of its tree, and the one under test is installed elsewhere")
+    command = [sys.executable, "-m", "benchmarks", "run", "--out", str(tmp_path / "x.json"), "--shapes", "300,0,33:4"]
+    if device_code.choose(0).kernel != "sm90":
+        command += ["--paths", str(device_code.choose(0).kernel)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert content["gpu"] == torch.cuda.get_device_name(0)
+    assert {(row["path"], row["regime"]) for row in content["rows"]} == {
+        (path, regime) for path in content["paths"] for regime in bench.REGIMES
+    }

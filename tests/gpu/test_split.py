@@ -13,6 +13,7 @@ import record  # noqa: E402
 from kda_cases import BF16, FP32, LIMIT, REGIME, STRONG, WEAK, WEAKEST  # noqa: E402
 
 import flash_kda  # noqa: E402
+from flash_kda import device_code  # noqa: E402
 
 GATES = pytest.mark.parametrize("gate", [STRONG, WEAK, WEAKEST], ids=REGIME.get)
 # One sequence or the rows of a batch; lengths that are multiples of nothing, and a last segment of few tokens.
@@ -32,7 +33,7 @@ def make(name: str, gate: float, **changes: Any) -> cases.Problem:
 
 def is_split(problem: cases.Problem) -> bool:
     B, T, H, _ = problem.q.shape
-    return flash_kda.get_workspace_size(B * T, H, B) > 0
+    return device_code.native().segments(0, T, H, B, False, False) > 1
 
 
 @pytest.fixture
