@@ -162,37 +162,30 @@ __device__ __forceinline__ void start_state(State& s, const StatePlace& place, b
     }
 }
 
-__device__ __forceinline__ void save_state(const State& s, const StatePlace& place, int rows, int lane) {
-    if (place.base == nullptr) return;
-    if (place.fp32) {
-        float* at = state_element<float>(place, rows, lane);
-        place.key_first ? store_state_key_first(s, at) : store_state(s, at);
-    } else {
-        auto* at = state_element<unsigned short>(place, rows, lane);
-        place.key_first ? store_state_key_first(s, at) : store_state(s, at);
-    }
+// The form of a place, which the compiler then knows to be the same in the whole warp: behind a branch that may part the lanes it would no longer keep the
+// scan's place in uniform registers.
+__device__ __forceinline__ int form_of(const StatePlace& place) {
+    return uniform(place.base == nullptr ? -1 : (place.fp32 ? 1 : 0) + (place.key_first ? 2 : 0));
 }
 
-// Before an item's first chunk, where states are saved on the way, and after its last chunk: saves the state wherever it is wanted, and returns how many
-// chunks to do until the next such pause; 0 at the end.
+__device__ __forceinline__ void save_state(const State& s, const StatePlace& place, int rows, int lane) {
+    const int form = form_of(place);
+    if (form == 1) store_state(s, state_element<float>(place, rows, lane));
+    if (form == 3) store_state_key_first(s, state_element<float>(place, rows, lane));
+    if (form == 0) store_state(s, state_element<unsigned short>(place, rows, lane));
+    if (form == 2) store_state_key_first(s, state_element<unsigned short>(place, rows, lane));
+}
+
+// Where states are saved on the way, before an item's first chunk, between two and after the last: saves the state if it is wanted there, and returns how
+// many chunks to do until the next such pause; 0 at the end.
 template <class Config>
 __device__ __forceinline__ int pause(const ForwardParams& p, const Block<Config>& block, const State& s) {
-    constexpr int kFinal = 1 + kMostMarks;
     const int left = uniform(load_u32(left_at(block)));
-    KeptSaves saves = {};
-    if (p.saves) saves = kept_saves(block);
+    const KeptSaves saves = kept_saves(block);
     // One loop, so that the stores are there once.
 #pragma unroll 1
-    for (int which = p.saves ? 0 : kFinal; which <= kFinal; ++which) {
-        StatePlace place;
-        if (which < kFinal) {
-            place = save_place(p, saves, which);
-        } else if (left == 0) {
-            place = kept(block).final;
-        }
-        save_state(s, place, threadIdx.x / 32, fresh_lane());
-    }
-    const int next = p.saves && left > 0 ? next_save(p, saves) : left;
+    for (int which = 0; which <= kMostMarks; ++which) save_state(s, save_place(p, saves, which), threadIdx.x / 32, fresh_lane());
+    const int next = left > 0 ? next_save(p, saves) : 0;
     __syncwarp();
     store_u32(left_at(block), left - next);
     __syncwarp();

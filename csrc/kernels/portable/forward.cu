@@ -15,94 +15,103 @@
 
 namespace flash_kda::portable {
 
+// The next `left` chunks of an item.
 template <class Config>
+__device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int left, int warp) {
+    for (; left > 0; --left, place.advance()) {
+        const uint32_t slot = place.slot();
+        barrier_wait(place.ready(), place.phase);
+
+        const BlockAddresses operands(slot, fragment_offset(fresh_lane()));
+        const int here = fresh_lane();
+        const uint32_t v_offset = value_offset(warp, here);
+        float p_k[2][4] = {}, out[2][4] = {};  // S K~^T and S Q~^T: tokens 0-7, 8-15
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            uint32_t a[4], k[4], q[4];
+            pack_fragment(a, s[2 * i], s[2 * i + 1]);
+            load_matrices(k, operands.key(i));
+            load_matrices(q, operands.query(i));
+            mma(p_k[0], a, k[0], k[2]);
+            mma(p_k[1], a, k[1], k[3]);
+            mma(out[0], a, q[0], q[2]);
+            mma(out[1], a, q[1], q[3]);
+        }
+
+        uint32_t v[4], high[4], scores[4];
+        load_matrices_transposed(v, slot + slot::kValue + v_offset);
+        load_matrices(high, slot + slot::kTransformHigh + here * 16);
+        load_matrices(scores, slot + slot::kScores + here * 16);
+        const bool collinear = load_u32(place.collinear()) != 0;
+        __syncwarp();  // all of V is read before O is written over it
+        float d[2][4], u[2][4] = {};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                d[h][2 * r] = bf16_low(v[2 * h + r]) - p_k[h][2 * r];
+                d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - p_k[h][2 * r + 1];
+            }
+        }
+        uint32_t d_fragment[4], u_fragment[4];
+        pack_fragment(d_fragment, d[0], d[1]);
+        multiply_block_matrix(u, d_fragment, high);
+        if (collinear) {
+            uint32_t low[4];
+            load_matrices(low, slot + slot::kTransformLow + fresh_lane() * 16);
+            multiply_block_matrix(u, d_fragment, low);
+        }
+        pack_fragment(u_fragment, u[0], u[1]);
+        multiply_block_matrix(out, u_fragment, scores);
+        uint32_t u_rest[4];
+        if (collinear) {
+            pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
+            multiply_block_matrix(out, u_rest, scores);
+        }
+        uint32_t o[4];
+        pack_fragment(o, out[0], out[1]);
+        store_matrices_transposed(slot + slot::kOut + v_offset, o);
+
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            uint32_t k[4];
+            load_matrices_transposed(k, operands.key_minus(i));
+            decay_block(s, i, load_decay(slot, i, here));
+            mma(s[2 * i], u_fragment, k[0], k[1]);
+            mma(s[2 * i + 1], u_fragment, k[2], k[3]);
+        }
+        if (collinear) add_key_minus(s, u_rest, operands);
+        cutlass::arch::fence_view_async_shared();  // O, for the TMA store
+        __syncwarp();
+        if (cute::elect_one_sync()) barrier_arrive(place.done());
+    }
+}
+
+// kSaves: states are saved on the way. Compiled twice, so that the loop of those who want none keeps its registers.
+template <bool kSaves, class Config>
 __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
     Place<Config> place = block.first_place();
     Walk walk = block.items();
     for (Item item; block.next_item(p, walk, item);) {
         keep(block, final_place(p, item), walk, item.count());
-        if (p.saves) keep_saves(block, p, item);
+        if (kSaves) keep_saves(block, p, item);
         State s;
         {
-            const int warp = threadIdx.x / 32, lane = fresh_lane();  // not kept through the loop
-            if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, warp, lane);
-            start_state(s, initial_place(p, item), item.transition, warp, lane);
-            save_state(s, copy_place(p, item), warp, lane);
+            const int lane = fresh_lane();  // not kept through the loop
+            if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, block.warp, lane);
+            start_state(s, initial_place(p, item), item.transition, block.warp, lane);
+            save_state(s, copy_place(p, item), block.warp, lane);
         }
-        for (int left = 0;; --left, place.advance()) {  // chunks until the next pause
-            if (__builtin_expect(left == 0, 0)) {
-                left = pause(p, block, s);
-                if (left == 0) break;
-            }
-            const uint32_t slot = place.slot();
-            barrier_wait(place.ready(), place.phase);
-
-            const BlockAddresses operands(slot, fragment_offset(fresh_lane()));
-            const int here = fresh_lane();
-            const uint32_t v_offset = value_offset(block.warp, here);
-            float p_k[2][4] = {}, out[2][4] = {};  // S K~^T and S Q~^T: tokens 0-7, 8-15
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                uint32_t a[4], k[4], q[4];
-                pack_fragment(a, s[2 * i], s[2 * i + 1]);
-                load_matrices(k, operands.key(i));
-                load_matrices(q, operands.query(i));
-                mma(p_k[0], a, k[0], k[2]);
-                mma(p_k[1], a, k[1], k[3]);
-                mma(out[0], a, q[0], q[2]);
-                mma(out[1], a, q[1], q[3]);
-            }
-
-            uint32_t v[4], high[4], scores[4];
-            load_matrices_transposed(v, slot + slot::kValue + v_offset);
-            load_matrices(high, slot + slot::kTransformHigh + here * 16);
-            load_matrices(scores, slot + slot::kScores + here * 16);
-            const bool collinear = load_u32(place.collinear()) != 0;
-            __syncwarp();  // all of V is read before O is written over it
-            float d[2][4], u[2][4] = {};
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    d[h][2 * r] = bf16_low(v[2 * h + r]) - p_k[h][2 * r];
-                    d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - p_k[h][2 * r + 1];
-                }
-            }
-            uint32_t d_fragment[4], u_fragment[4];
-            pack_fragment(d_fragment, d[0], d[1]);
-            multiply_block_matrix(u, d_fragment, high);
-            if (collinear) {
-                uint32_t low[4];
-                load_matrices(low, slot + slot::kTransformLow + fresh_lane() * 16);
-                multiply_block_matrix(u, d_fragment, low);
-            }
-            pack_fragment(u_fragment, u[0], u[1]);
-            multiply_block_matrix(out, u_fragment, scores);
-            uint32_t u_rest[4];
-            if (collinear) {
-                pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
-                multiply_block_matrix(out, u_rest, scores);
-            }
-            uint32_t o[4];
-            pack_fragment(o, out[0], out[1]);
-            store_matrices_transposed(slot + slot::kOut + v_offset, o);
-
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                uint32_t k[4];
-                load_matrices_transposed(k, operands.key_minus(i));
-                decay_block(s, i, load_decay(slot, i, here));
-                mma(s[2 * i], u_fragment, k[0], k[1]);
-                mma(s[2 * i + 1], u_fragment, k[2], k[3]);
-            }
-            if (collinear) add_key_minus(s, u_rest, operands);
-            cutlass::arch::fence_view_async_shared();  // O, for the TMA store
-            __syncwarp();
-            if (cute::elect_one_sync()) barrier_arrive(place.done());
+        if (kSaves) {
+            while (const int left = pause(p, block, s)) scan_chunks(s, place, left, block.warp);
+        } else {
+            scan_chunks(s, place, item.count(), block.warp);
         }
         const auto [final, walk_on] = kept(block);
         walk = walk_on;
-        if (final.handoff) announce_handoff(p, final.number, block.warp, fresh_lane());
+        const int lane = fresh_lane();
+        save_state(s, final, block.warp, lane);
+        if (final.handoff) announce_handoff(p, final.number, block.warp, lane);
     }
 }
 
@@ -110,7 +119,11 @@ template <class Config>
 __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
     const Block<Config> block(p);
     if (block.warp < kScanWarps) {
-        scan(p, block);
+        if (p.saves) {
+            scan<true>(p, block);
+        } else {
+            scan<false>(p, block);
+        }
     } else {
         feed(p, maps, block);
     }

@@ -25,14 +25,111 @@ __device__ __forceinline__ void hand_over(uint32_t done) {
     if (cute::elect_one_sync()) barrier_arrive(done);
 }
 
+// The next `left` chunks of an item.
+__device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int left, uint32_t v_offset) {
+    constexpr int kAhead = 2;  // blocks whose decays are fetched a chunk ahead
+    float4 ahead[kAhead];
+    if (left > 0) {
+        barrier_wait(place.ready(), place.phase);
+        const int here = fresh_lane();
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, here);
+    }
+    uint32_t done_before = 0;
+    while (left > 0) {
+        const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
+        const uint32_t collinear_at = place.collinear();
+
+        // P: columns are k's tokens 0-7, 8-15, then q's.
+        uint32_t a[8][4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) pack_fragment(a[i], s[2 * i], s[2 * i + 1]);
+        float product[4][4] = {};
+        pin(product);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < 8; ++i) wgmma_n32(product, a[i], key_query_descriptor(slot16, i));
+        cute::warpgroup_commit_batch();
+
+        // Meanwhile: hand over O of the chunk before, whose stores have long landed; see that the next chunk is ready (the wait also keeps
+        // the compiler from mixing what follows into the instructions above); decay the state, whose bf16 copy the product reads (ptxas
+        // puts a third of that behind the wait).
+        if (done_before != 0) hand_over(done_before);
+        done_before = done;
+        --left;
+        place.advance();
+        if (left > 0) barrier_wait(place.ready(), place.phase);
+        const int here = fresh_lane();
+        float4 decay[8 - kAhead];
+#pragma unroll
+        for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, here);
+        uint32_t v[4], high[4], scores[4];
+        load_matrices_transposed(v, slot + slot::kValue + v_offset);
+        load_matrices(high, slot + slot::kTransformHigh + here * 16);
+        const bool collinear = load_u32(collinear_at) != 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
+        load_matrices(scores, slot + slot::kScores + here * 16);
+        __syncwarp();  // all of V is read before O is written over it
+        pin(s);
+        cute::warpgroup_wait<0>();
+        pin(product);
+
+        float d[2][4], u[2][4] = {}, out[2][4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                d[h][2 * r] = bf16_low(v[2 * h + r]) - product[h][2 * r];
+                d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - product[h][2 * r + 1];
+                out[h][2 * r] = product[2 + h][2 * r];
+                out[h][2 * r + 1] = product[2 + h][2 * r + 1];
+            }
+        }
+        uint32_t d_fragment[4], u_fragment[4], u_rest[4];
+        pack_fragment(d_fragment, d[0], d[1]);
+        multiply_block_matrix(u, d_fragment, high);
+        if (collinear) {
+            uint32_t low[4];
+            load_matrices(low, slot + slot::kTransformLow + fresh_lane() * 16);
+            multiply_block_matrix(u, d_fragment, low);
+        }
+        pack_fragment(u_fragment, u[0], u[1]);
+        // O's products first: behind the state's they would wait for the tensor cores.
+        multiply_block_matrix(out, u_fragment, scores);
+        if (collinear) {
+            pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
+            multiply_block_matrix(out, u_rest, scores);
+        }
+
+        pin(s);
+        cute::warpgroup_arrive();
+        wgmma_state(s, u_fragment, key_minus_descriptor(slot16));
+        cute::warpgroup_commit_batch();
+        if (left > 0) {
+            const int here = fresh_lane();
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, here);
+        }
+        uint32_t o[4];
+        pack_fragment(o, out[0], out[1]);
+        store_matrices_transposed(slot + slot::kOut + v_offset, o);
+        cute::warpgroup_wait<0>();
+        pin(s);
+        if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(fresh_lane())));
+    }
+    if (done_before != 0) hand_over(done_before);
+}
+
+// kSaves: states are saved on the way. Compiled twice, so that the loop of those who want none keeps its registers.
+template <bool kSaves>
 __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
     const uint32_t v_offset = value_offset(block.warp, block.lane);
-    constexpr int kAhead = 4;  // blocks whose decays are fetched a chunk ahead
     Place<Config> place = block.first_place();
     Walk walk = block.items();
     for (Item item; block.next_item(p, walk, item);) {
         keep(block, final_place(p, item), walk, item.count());
-        if (p.saves) keep_saves(block, p, item);
+        if (kSaves) keep_saves(block, p, item);
         State s;
         {
             const int warp = threadIdx.x / 32, lane = fresh_lane();  // not kept through the loop
@@ -40,103 +137,16 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
             start_state(s, initial_place(p, item), item.transition, warp, lane);
             save_state(s, copy_place(p, item), warp, lane);
         }
-
-        float4 ahead[kAhead];
-        uint32_t done_before = 0;
-        for (int left = 0;;) {  // chunks until the next pause
-            if (__builtin_expect(left == 0, 0)) {
-                if (done_before != 0) hand_over(done_before);
-                done_before = 0;
-                left = pause(p, block, s);
-                if (left == 0) break;
-                barrier_wait(place.ready(), place.phase);
-#pragma unroll
-                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, fresh_lane());
-            }
-            const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
-            const uint32_t collinear_at = place.collinear();
-
-            // P: columns are k's tokens 0-7, 8-15, then q's.
-            uint32_t a[8][4];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) pack_fragment(a[i], s[2 * i], s[2 * i + 1]);
-            float product[4][4] = {};
-            pin(product);
-            cute::warpgroup_arrive();
-#pragma unroll
-            for (int i = 0; i < 8; ++i) wgmma_n32(product, a[i], key_query_descriptor(slot16, i));
-            cute::warpgroup_commit_batch();
-
-            // Meanwhile: hand over O of the chunk before, whose stores have long landed; see that the next chunk is ready (the wait also keeps
-            // the compiler from mixing what follows into the instructions above); decay the state, whose bf16 copy the product reads (ptxas
-            // puts a third of that behind the wait).
-            if (done_before != 0) hand_over(done_before);
-            done_before = done;
-            --left;
-            place.advance();
-            if (left > 0) barrier_wait(place.ready(), place.phase);
-            const int here = fresh_lane();
-            float4 decay[8 - kAhead];
-#pragma unroll
-            for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, here);
-            uint32_t v[4], high[4], scores[4];
-            load_matrices_transposed(v, slot + slot::kValue + v_offset);
-            load_matrices(high, slot + slot::kTransformHigh + here * 16);
-            const bool collinear = load_u32(collinear_at) != 0;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
-            load_matrices(scores, slot + slot::kScores + here * 16);
-            __syncwarp();  // all of V is read before O is written over it
-            pin(s);
-            cute::warpgroup_wait<0>();
-            pin(product);
-
-            float d[2][4], u[2][4] = {}, out[2][4];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    d[h][2 * r] = bf16_low(v[2 * h + r]) - product[h][2 * r];
-                    d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - product[h][2 * r + 1];
-                    out[h][2 * r] = product[2 + h][2 * r];
-                    out[h][2 * r + 1] = product[2 + h][2 * r + 1];
-                }
-            }
-            uint32_t d_fragment[4], u_fragment[4], u_rest[4] = {};
-            pack_fragment(d_fragment, d[0], d[1]);
-            multiply_block_matrix(u, d_fragment, high);
-            if (collinear) {
-                uint32_t low[4];
-                load_matrices(low, slot + slot::kTransformLow + fresh_lane() * 16);
-                multiply_block_matrix(u, d_fragment, low);
-            }
-            pack_fragment(u_fragment, u[0], u[1]);
-            // O's products first: behind the state's they would wait for the tensor cores.
-            multiply_block_matrix(out, u_fragment, scores);
-            if (collinear) {
-                pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
-                multiply_block_matrix(out, u_rest, scores);
-            }
-
-            pin(s);
-            cute::warpgroup_arrive();
-            wgmma_state(s, u_fragment, key_minus_descriptor(slot16));
-            cute::warpgroup_commit_batch();
-            if (left > 0) {
-                const int here = fresh_lane();
-#pragma unroll
-                for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, here);
-            }
-            uint32_t o[4];
-            pack_fragment(o, out[0], out[1]);
-            store_matrices_transposed(slot + slot::kOut + v_offset, o);
-            cute::warpgroup_wait<0>();
-            pin(s);
-            if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(fresh_lane())));
+        if (kSaves) {
+            while (const int left = pause(p, block, s)) scan_chunks(s, place, left, v_offset);
+        } else {
+            scan_chunks(s, place, item.count(), v_offset);
         }
         const auto [final, walk_on] = kept(block);
         walk = walk_on;
-        if (final.handoff) announce_handoff(p, final.number, threadIdx.x / 32, fresh_lane());
+        const int warp = threadIdx.x / 32, lane = fresh_lane();
+        save_state(s, final, warp, lane);
+        if (final.handoff) announce_handoff(p, final.number, warp, lane);
     }
 }
 
@@ -148,7 +158,11 @@ extern "C" __global__ void __launch_bounds__(flash_kda::sm90::Config::kThreads, 
     const Block<sm90::Config> block(p);
     if (block.warp < kScanWarps) {
         cutlass::arch::warpgroup_reg_alloc<sm90::kScanRegisters>();
-        sm90::scan(p, block);
+        if (!p.saves) {
+            sm90::scan<false>(p, block);
+        } else {
+            sm90::scan<true>(p, block);
+        }
     } else {
         cutlass::arch::warpgroup_reg_dealloc<sm90::kFeedRegisters>();
         feed(p, maps, block);
