@@ -49,15 +49,15 @@ class RelaxedCapture {
 };
 
 template <class Ring>
-constexpr Kernel describe(const char* name, const char* unit, const char* entry) {
-    return {name, unit, entry, Ring::kThreads, Ring::kDynamicSharedBytes};
+constexpr Kernel describe(const char* name, const char* unit, const char* entry, const char* general_entry) {
+    return {name, unit, entry, general_entry, Ring::kThreads, Ring::kDynamicSharedBytes};
 }
 
 // Best first.
 constexpr Kernel kKernels[] = {
-    describe<sm90::Config>("sm90", "sm90", sm90::kEntry),
-    describe<portable::Wide>("portable-wide", "portable", portable::kWideEntry),
-    describe<portable::Narrow>("portable-narrow", "portable", portable::kNarrowEntry),
+    describe<sm90::Usual>("sm90", "sm90", sm90::kEntry, sm90::kGeneralEntry),
+    describe<portable::Wide>("portable-wide", "portable", portable::kWideEntry, portable::kWideGeneralEntry),
+    describe<portable::Narrow>("portable-narrow", "portable", portable::kNarrowEntry, portable::kNarrowGeneralEntry),
 };
 
 const EmbeddedCubin* find_cubin(const char* unit, const DeviceInfo& info) {
@@ -96,10 +96,14 @@ LoadedKernel load_kernel(int index) {
     CUmodule module;
     driver.check(driver.module_load(&module, choice.cubin->begin), "loading the embedded kernel");
     try {
-        driver.check(driver.module_function(&loaded.function, module, choice.kernel->entry), "finding the kernel's entry point");
+        const auto find = [&](CUfunction& function, const char* entry) {
+            driver.check(driver.module_function(&function, module, entry), "finding the kernel's entry point");
+            driver.check(driver.function_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, choice.kernel->shared_bytes),
+                         "raising the kernel's shared-memory limit");
+        };
+        find(loaded.function, choice.kernel->entry);
+        find(loaded.general, choice.kernel->general_entry);
         driver.check(driver.module_function(&loaded.combine, module, kCombineEntry), "finding the entry point that chains segments");
-        driver.check(driver.function_attribute(loaded.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, choice.kernel->shared_bytes),
-                     "raising the kernel's shared-memory limit");
     } catch (...) {
         driver.module_unload(module);
         throw;

@@ -25,6 +25,7 @@ struct Kernel {
     const char* name;  // what the environment variable FLASH_KDA_KERNEL calls it
     const char* unit;
     const char* entry;
+    const char* general_entry;  // for calls that the first does not take (ForwardParams::general)
     int threads;       // in a block
     int shared_bytes;  // dynamic, in a block
 };
@@ -42,7 +43,7 @@ Choice choose_kernel(const DeviceInfo& info);
 struct LoadedKernel {
     const Kernel* kernel = nullptr;
     CUcontext context = nullptr;
-    CUfunction function = nullptr;
+    CUfunction function = nullptr, general = nullptr;
     CUfunction combine = nullptr;  // chains segments
     int sm_count = 0;
 };

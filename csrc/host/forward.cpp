@@ -107,10 +107,11 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     ContextScope scope(loaded.context);
     params.usual = params.gate == Gate::kBounded && !params.g_is_fp32 && params.normalise;
     const Maps maps = describe_tensors(driver, params, call.B);
+    params.general = !params.usual || params.by_hand != 0 || params.saves;
     const auto launch = [&](Pass pass, long long blocks) {
         params.pass = pass;
         void* arguments[] = {&params, const_cast<Maps*>(&maps)};
-        driver.check(driver.launch(loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1, 1, loaded.kernel->threads,
+        driver.check(driver.launch(params.general ? loaded.general : loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1, 1, loaded.kernel->threads,
                                    1, 1, loaded.kernel->shared_bytes, reinterpret_cast<CUstream>(stream), arguments, nullptr),
                      "launching the kernel");
     };

@@ -76,7 +76,8 @@ struct ForwardParams {
     int load_bytes;            // of a chunk, that the copy engine brings
     int group;                 // value heads that share a query and a key
     Gate gate;
-    int usual;  // gate bounded, g in bf16, q and k normalised here
+    int usual;    // gate bounded, g in bf16, q and k normalised here
+    int general;  // or else, or something by hand, or states saved on the way: only kernels compiled for it (ring.h)
     int g_is_fp32;
     int normalise;  // q and k
     int beta_is_fp32;

@@ -58,21 +58,22 @@ __device__ __forceinline__ void load_chunk(const ForwardParams& p, const Maps& m
     const int token = item.first + chunk * kChunkTokens;
     auto* full = reinterpret_cast<uint64_t*>(shared_pointer(place.full()));
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    barrier_expect_bytes(place.full(), p.load_bytes);
+    const int others = Config::kGeneral ? p.by_hand : 0;
+    barrier_expect_bytes(place.full(), Config::kGeneral ? p.load_bytes : slot::kLoadBytes);
     using Load = cute::SM90_TMA_LOAD_5D;
     const int key_head = p.group == 1 ? item.head : item.head / p.group;
     // Coordinates: channel in panel, token, panel, head, batch row.
     for (int panel = 0; panel < 2; ++panel) {
         const uint32_t at = slot + panel * slot::kKeyQueryPanelStride;
-        if ((p.by_hand & by_hand::kKey) == 0) {
+        if ((others & by_hand::kKey) == 0) {
             Load::copy(&maps.k, full, kHint, shared_pointer(at + slot::kKey), 0, token, panel, key_head, item.batch);
         }
-        if ((p.by_hand & by_hand::kQuery) == 0) {
+        if ((others & by_hand::kQuery) == 0) {
             Load::copy(&maps.q, full, kHint, shared_pointer(at + slot::kQuery), 0, token, panel, key_head, item.batch);
         }
     }
-    if ((p.by_hand & by_hand::kGate) == 0) Load::copy(&maps.g, full, kHint, shared_pointer(slot + slot::kGate), 0, token, 0, item.head, item.batch);
-    if ((p.by_hand & by_hand::kValue) == 0) Load::copy(&maps.v, full, kHint, shared_pointer(slot + slot::kValue), 0, token, 0, item.head, item.batch);
+    if ((others & by_hand::kGate) == 0) Load::copy(&maps.g, full, kHint, shared_pointer(slot + slot::kGate), 0, token, 0, item.head, item.batch);
+    if ((others & by_hand::kValue) == 0) Load::copy(&maps.v, full, kHint, shared_pointer(slot + slot::kValue), 0, token, 0, item.head, item.batch);
 }
 
 // An fp32 g is read by the warp that prepares the chunk: brought near ahead of time. A row is 512 bytes, seen as four lines.
@@ -99,7 +100,7 @@ struct Loader {
     // By a whole warp, of which one lane is elected.
     __device__ __forceinline__ void load_next(const ForwardParams& p, const Maps& maps, bool elected, const Block<Config>& block) {
         if (elected) load_chunk(p, maps, place, item, chunk);
-        if (p.g_is_fp32) prefetch_gate(p, item, chunk, block.lane);
+        if (Config::kGeneral && p.g_is_fp32) prefetch_gate(p, item, chunk, block.lane);
         place.advance();
         if (++chunk == count) find(p, block);
     }
@@ -114,9 +115,10 @@ struct Loader {
 
 // Rows of O that the copy engine cannot take: the last chunk of a sequence that is no multiple of 16, whose missing rows belong to a neighbour, or all of
 // an `out` of odd strides.
+template <class Config>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, uint32_t out, const Item& item, int chunk, int lane) {
     const int part = lane & 15;  // 16 bytes of a 256-byte row
-    const bool by_16_bytes = (p.by_hand & by_hand::kOut) == 0;
+    const bool by_16_bytes = !Config::kGeneral || (p.by_hand & by_hand::kOut) == 0;
     auto* row0 = const_cast<unsigned short*>(token_row<unsigned short>(p.out, item.batch, item.first + chunk * kChunkTokens, item.head)) + part * 8;
 #pragma unroll 1
     for (int row = lane >> 4; row < item.valid(chunk); row += 2) {
@@ -148,11 +150,11 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
         for (int chunk = 0; chunk < count; ++chunk, place.advance()) {
             barrier_wait(place.done(), place.phase);
             const uint32_t out = place.slot() + slot::kOut;
-            const bool whole = item.valid(chunk) == kChunkTokens && (p.by_hand & by_hand::kOut) == 0;
+            const bool whole = item.valid(chunk) == kChunkTokens && (!Config::kGeneral || (p.by_hand & by_hand::kOut) == 0);
             if (p.pass == Pass::kSummaries) {
                 // no output
             } else if (!whole) {
-                store_rows(p, out, item, chunk, block.lane);
+                store_rows<Config>(p, out, item, chunk, block.lane);
             } else if (elected) {
                 cute::SM90_TMA_STORE_5D::copy(&maps.o, shared_pointer(out), 0, item.first + chunk * kChunkTokens, 0, item.head, item.batch);
                 cute::tma_store_arrive();
@@ -226,9 +228,9 @@ __device__ __forceinline__ void prepare(const ForwardParams& p, const Block<Conf
                 // A barrier tells a turn of the ring only from the one before it: see first that the slot's turn before this one is over.
                 barrier_wait(place.done(), place.phase ^ 1);
                 barrier_wait(place.full(), place.phase);
-                if ((p.by_hand & ~by_hand::kOut) != 0) load_by_hand(p, place.slot(), origin.hidden(), valid, fresh_lane());
+                if (Config::kGeneral && (p.by_hand & ~by_hand::kOut) != 0) load_by_hand(p, place.slot(), origin.hidden(), valid, fresh_lane());
                 if (item.transition) clear_values(place.slot(), lane);
-                const bool collinear = prepare_chunk(p, place.slot(), scratch, bias, gate, origin, beta, valid, lane);
+                const bool collinear = prepare_chunk<Config::kGeneral>(p, place.slot(), scratch, bias, gate, origin, beta, valid, lane);
                 store_u32(place.collinear(), collinear);
                 // These generic writes precede the copy engine's next writes to the slot, and wgmma's reads of it.
                 cutlass::arch::fence_view_async_shared();

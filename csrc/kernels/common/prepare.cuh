@@ -201,6 +201,7 @@ struct Origin {
 
 // `beta` is lane t's, activated, for t < valid, else 0. `scratch`: kScratchBytes. Returns whether some keys are near-equal; only then the low half of T
 // is written.
+template <bool kGeneral>
 __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate,
                                               const Origin& origin, float beta, int valid, int lane) {
     const int g = lane >> 2, c = lane & 3;
@@ -209,7 +210,7 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
     if (valid < kChunkTokens) clear_tail_rows(slot, valid, lane);
 
     Chunk chunk = {slot, fragment, lane, {1.f, 1.f}, {1.f, 1.f}};
-    if (p.normalise) {
+    if (!kGeneral || p.normalise) {
         inverse_norms(chunk.k_norm, slot, fragment, slot::kKey, lane);
         inverse_norms(chunk.q_norm, slot, fragment, slot::kQuery, lane);
     }
@@ -236,7 +237,7 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
     };
 
     Products m = {}, scores = {};
-    if (p.usual) {
+    if (!kGeneral || p.usual) {
         // G of block i. Gate, lane = channel: registers 0, 1 are channel g, tokens 2c.. and 8+2c..; 2, 3 are channel 8+g.
         const auto sum_log_decays = [&](int i, float (&cumulative)[2][4]) {
             uint32_t raw[4];
@@ -277,7 +278,7 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
         chunk.load_block(7, k, q);
         __syncwarp();
         finish_block<false>(chunk, 7, k, q, cumulative, m, scores);
-    } else {
+    } else if constexpr (kGeneral) {
         // The same for every gate, g in fp32, raw keys: rolled, to stay out of the way of what is usual.
         const float steep = p.normalise ? kSteep : kSteepRaw;
         const Origin from = origin.hidden();

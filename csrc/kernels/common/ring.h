@@ -16,10 +16,14 @@ inline constexpr int kBarriersPerStage = 3;
 inline constexpr int kKeptBytes = 64;       // what each scan warp keeps while it goes through an item
 inline constexpr int kScheduleBytes = 320;  // schedule.cuh
 
-template <int kStages_, int kPrepareWarps_>
+// kGeneral: takes every form of input. Without it, what most calls are: see ForwardParams::general. They are compiled apart because the code of both
+// together outgrows the instruction cache, at a fifth of the speed.
+template <int kStages_, int kPrepareWarps_, bool kGeneral_ = false>
 struct Ring {
     // Fewer than three slots and the scan, which waits for the next chunk before it hands over the last, would wait for ever.
     static_assert(kStages_ >= 3 && kPrepareWarps_ <= kStages_);
+    static constexpr bool kGeneral = kGeneral_;
+    using General = Ring<kStages_, kPrepareWarps_, true>;
     static constexpr int kStages = kStages_;  // slots of the ring
     static constexpr int kPrepareWarps = kPrepareWarps_;
     static constexpr int kWarps = kScanWarps + kPrepareWarps + 1;  // the last one moves data

@@ -10,6 +10,8 @@ using Wide = Ring<11, 7>;
 using Narrow = Ring<5, 4>;
 static_assert(Wide::kDynamicSharedBytes <= 227 * 1024 && Narrow::kDynamicSharedBytes <= 99 * 1024);
 inline constexpr const char* kWideEntry = "flash_kda_forward_portable_wide";
+inline constexpr const char* kWideGeneralEntry = "flash_kda_forward_portable_wide_general";
 inline constexpr const char* kNarrowEntry = "flash_kda_forward_portable_narrow";
+inline constexpr const char* kNarrowGeneralEntry = "flash_kda_forward_portable_narrow_general";
 
 }  // namespace flash_kda::portable

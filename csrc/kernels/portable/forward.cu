@@ -119,11 +119,10 @@ template <class Config>
 __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
     const Block<Config> block(p);
     if (block.warp < kScanWarps) {
-        if (p.saves) {
-            scan<true>(p, block);
-        } else {
-            scan<false>(p, block);
+        if constexpr (Config::kGeneral) {
+            if (p.saves) return scan<true>(p, block);
         }
+        scan<false>(p, block);
     } else {
         feed(p, maps, block);
     }
@@ -136,7 +135,17 @@ extern "C" __global__ void __launch_bounds__(flash_kda::portable::Wide::kThreads
     flash_kda::portable::forward<flash_kda::portable::Wide>(p, maps);
 }
 
+extern "C" __global__ void __launch_bounds__(flash_kda::portable::Wide::kThreads, 1)
+    flash_kda_forward_portable_wide_general(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
+    flash_kda::portable::forward<flash_kda::portable::Wide::General>(p, maps);
+}
+
 extern "C" __global__ void __launch_bounds__(flash_kda::portable::Narrow::kThreads, 1)
     flash_kda_forward_portable_narrow(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
     flash_kda::portable::forward<flash_kda::portable::Narrow>(p, maps);
+}
+
+extern "C" __global__ void __launch_bounds__(flash_kda::portable::Narrow::kThreads, 1)
+    flash_kda_forward_portable_narrow_general(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
+    flash_kda::portable::forward<flash_kda::portable::Narrow::General>(p, maps);
 }

@@ -26,6 +26,7 @@ __device__ __forceinline__ void hand_over(uint32_t done) {
 }
 
 // The next `left` chunks of an item.
+template <class Config>
 __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int left, uint32_t v_offset) {
     constexpr int kAhead = 2;  // blocks whose decays are fetched a chunk ahead
     float4 ahead[kAhead];
@@ -122,7 +123,7 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
 }
 
 // kSaves: states are saved on the way. Compiled twice, so that the loop of those who want none keeps its registers.
-template <bool kSaves>
+template <bool kSaves, class Config>
 __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
     const uint32_t v_offset = value_offset(block.warp, block.lane);
     Place<Config> place = block.first_place();
@@ -150,21 +151,29 @@ __device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>
     }
 }
 
-}  // namespace flash_kda::sm90
-
-extern "C" __global__ void __launch_bounds__(flash_kda::sm90::Config::kThreads, 1)
-    flash_kda_forward_sm90(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
-    using namespace flash_kda;
-    const Block<sm90::Config> block(p);
+template <class Config>
+__device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
+    const Block<Config> block(p);
     if (block.warp < kScanWarps) {
-        cutlass::arch::warpgroup_reg_alloc<sm90::kScanRegisters>();
-        if (!p.saves) {
-            sm90::scan<false>(p, block);
-        } else {
-            sm90::scan<true>(p, block);
+        cutlass::arch::warpgroup_reg_alloc<kScanRegisters>();
+        if constexpr (Config::kGeneral) {
+            if (p.saves) return scan<true>(p, block);
         }
+        scan<false>(p, block);
     } else {
-        cutlass::arch::warpgroup_reg_dealloc<sm90::kFeedRegisters>();
+        cutlass::arch::warpgroup_reg_dealloc<kFeedRegisters>();
         feed(p, maps, block);
     }
+}
+
+}  // namespace flash_kda::sm90
+
+extern "C" __global__ void __launch_bounds__(flash_kda::sm90::Usual::kThreads, 1)
+    flash_kda_forward_sm90(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
+    flash_kda::sm90::forward<flash_kda::sm90::Usual>(p, maps);
+}
+
+extern "C" __global__ void __launch_bounds__(flash_kda::sm90::Usual::kThreads, 1)
+    flash_kda_forward_sm90_general(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
+    flash_kda::sm90::forward<flash_kda::sm90::Usual::General>(p, maps);
 }
