@@ -28,7 +28,7 @@ __device__ __forceinline__ void hand_over(uint32_t done) {
 // The next `left` chunks of an item.
 template <class Config>
 __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int left, uint32_t v_offset) {
-    constexpr int kAhead = 2;  // blocks whose decays are fetched a chunk ahead
+    constexpr int kAhead = 4;  // blocks whose decays are fetched a chunk ahead
     float4 ahead[kAhead];
     if (left > 0) {
         barrier_wait(place.ready(), place.phase);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
         // P: columns are k's tokens 0-7, 8-15, then q's.
         uint32_t a[8][4];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) pack_fragment(a[i], s[2 * i], s[2 * i + 1]);
+        for (int i = 7; i >= 0; --i) pack_fragment(a[i], s[2 * i], s[2 * i + 1]);
         float product[4][4] = {};
         pin(product);
         cute::warpgroup_arrive();
@@ -87,7 +87,7 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
                 out[h][2 * r + 1] = product[2 + h][2 * r + 1];
             }
         }
-        uint32_t d_fragment[4], u_fragment[4], u_rest[4];
+        uint32_t d_fragment[4], u_fragment[4], u_rest[4] = {};
         pack_fragment(d_fragment, d[0], d[1]);
         multiply_block_matrix(u, d_fragment, high);
         if (collinear) {
