@@ -36,20 +36,11 @@ DOC = 'm.doc() = "CUDA kernels'
 
 
 def test_a_planted_time_is_found(project: Path, tmp_path: Path) -> None:
+    """The compiler refuses it. Were that silenced, it would take SOURCE_DATE_EPOCH for the time."""
     replace(project / "csrc" / "bindings.cpp", DOC, 'm.doc() = __TIME__ " CUDA kernels')
-    refused = release(project, "all", tmp_path / "first")
-    assert "expansion of date or time macro is not reproducible" in refused.stderr, "the pinned compiler refuses it"
-    # And if it did not:
-    replace(project / "tools" / "host.py", '    "-Wall",\n', '    "-Wall",\n    "-Wno-date-time",\n')
-    first = release(project, "all", tmp_path / "first")
-    assert first.returncode == 0, first.stderr
-    second = release(project, "all", tmp_path / "second")
-    assert second.returncode == 0, second.stderr
-    (wheel,) = (tmp_path / "first").iterdir()
-    with pytest.raises(AssertionError, match=r"sha256 .* and ") as found:
-        assert_same(wheel, tmp_path / "second" / wheel.name)
-    if shutil.which("diffoscope"):
-        assert re.search(r"\d\d:\d\d:\d\d CUDA kernels", str(found.value)), "the report shows what differs"
+    result = release(project, "all", tmp_path / "out")
+    assert result.returncode != 0
+    assert "expansion of date or time macro is not reproducible" in result.stderr
 
 
 def test_a_planted_path_is_found(project: Path, tmp_path: Path) -> None:
@@ -64,8 +55,10 @@ def test_a_changed_flag_of_the_host_compiler_is_found(project: Path, wheel_path:
     replace(project / "tools" / "host.py", '"-O2",', '"-Os",')
     result = release(project, "all", tmp_path / "out")
     assert result.returncode == 0, result.stderr
-    with pytest.raises(AssertionError, match=r"sha256 .* and "):
+    with pytest.raises(AssertionError, match=r"sha256 .* and ") as found:
         assert_same(wheel_path, tmp_path / "out" / wheel_path.name)
+    if shutil.which("diffoscope"):
+        assert "_native.cpython-" in str(found.value), "the report says which file differs, and in what"
 
 
 def test_a_changed_flag_of_the_device_compiler_is_found(project: Path, tmp_path: Path) -> None:
