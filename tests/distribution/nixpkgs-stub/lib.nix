@@ -20,6 +20,12 @@ rec {
   replaceStrings = builtins.replaceStrings;
   splitString = separator: text: builtins.filter builtins.isString (builtins.split (escapeRegex separator) text);
   escapeRegex = builtins.replaceStrings [ "." "+" "*" "-" ] [ "\\." "\\+" "\\*" "-" ];
+  removePrefix =
+    prefix: text:
+    let
+      length = builtins.stringLength prefix;
+    in
+    if builtins.substring 0 length text == prefix then builtins.substring length (-1) text else text;
   removeSuffix =
     suffix: text:
     let
