@@ -61,6 +61,13 @@ def test_the_matrix_is_whole() -> None:
     }
 
 
+def test_every_setting_has_its_doors_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "install.md").read_text()
+    for setting in matrix.read().settings[1:]:
+        doors = f"`flash_kda 0.1.0+sm{setting}`, index `sm{setting}` | `flash_kda:{setting}` | `flash-kda-{setting}` |"
+        assert f"| `{setting}` | {doors}" in text
+
+
 def test_a_matrix_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "FILE", tmp_path / "matrix.json")
     with pytest.raises(BuildError, match=r"matrix\.json cannot be read"):

@@ -85,6 +85,13 @@ def test_every_output_is_there_for_both_machines(flake: Flake) -> None:
     assert shown["overlays"]["default"]["type"] == "nixpkgs-overlay"
 
 
+def test_the_gpu_check_asks_for_a_builder_with_a_gpu(flake: Flake) -> None:
+    result = flake.run("derivation", "show", f"path:{flake.source}#default.gpuCheck")
+    assert result.returncode == 0, result.stderr
+    (derivation,) = json.loads(result.stdout).values()
+    assert derivation["env"]["requiredSystemFeatures"] == "cuda"
+
+
 def test_the_wheel_is_that_of_every_other_route(flake: Flake, tmp_path: Path, proof: Table) -> None:
     """Built in nix's sandbox from the sources; then its machine code is compared, and the whole of it if the Python is the same."""
     (wheel,) = flake.build(f"wheel-{SETTING}")
