@@ -343,9 +343,8 @@ def describe(report: Report) -> Iterator[str]:
         yield row("not checked", text)
     for text in report.faults:
         yield row("fault", text)
-    yield row(
-        "verdict", f"UNFIT: {len(report.faults)} faults" if report.faults else "FIT: the wheel keeps its promises"
-    )
+    count = len(report.faults)
+    yield row("verdict", f"UNFIT: {count} fault{'s' * (count > 1)}" if count else "FIT: the wheel keeps its promises")
 
 
 def _normal(name: str) -> str:

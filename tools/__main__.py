@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools import ROOT, build, device, host, settings, wheels
+from tools import ROOT, build, device, host, pins, sbom, settings, wheels
 from tools.archs import allowed, plan
 from tools.errors import BuildError, explain, os_error_text
 from tools.locks import DEVICE_CODE_LOCK, compare_with_lock, toolchain_digest, write_device_code_lock
@@ -91,6 +91,8 @@ def command_wheel(arguments: argparse.Namespace) -> None:
     wheel = wheels.release(
         arguments.archs or settings.text(settings.CUDA_ARCHS) or "all", Path(arguments.out).absolute(), log
     )
+    if arguments.build_only:
+        return
     if settings.machine() != platform.machine():
         log(f"wheel: {wheel}, for {settings.machine()}: not tried here")
         return
@@ -152,8 +154,8 @@ def native_sources() -> "list[str]":
 def command_format(arguments: argparse.Namespace) -> None:
     """Bring all sources into the form that the checks want."""
     environment = Environment(build.BUILD / "venv-format")
-    pins = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    environment.install(*(pin for pin in pins if pin.startswith(("ruff", "clang-format"))))
+    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    environment.install(*(pin for pin in lines if pin.startswith(("ruff", "clang-format"))))
     files = arguments.files or ["."]
     python = [name for name in files if not name.endswith((".h", ".cpp", ".cuh", ".cu"))]
     native = [name for name in files if name not in python] if arguments.files else native_sources()
@@ -177,6 +179,29 @@ def command_lock(arguments: argparse.Namespace) -> None:
     for difference in differences:
         log(f"device-code.lock: {difference}")
     log(f"device-code.lock: {len(records)} cubins, {'renewed' if differences else 'as before'}")
+
+
+def command_pins(arguments: argparse.Namespace) -> None:
+    """Bring what is written from matrix.json and toolchain.lock up to date, and renew pins if asked to."""
+    if arguments.check:
+        stale = pins.stale()
+        if stale:
+            raise BuildError(
+                f"not as matrix.json and toolchain.lock have it: {', '.join(stale)}; run python3 -m tools pins"
+            )
+        log("pins: everything agrees")
+        return
+    if arguments.images:
+        pins.renew_images(log)
+    if arguments.torch:
+        pins.TORCH.write_text(pins.torch_requirements(arguments.torch), encoding="utf-8")
+    pins.write(log)
+
+
+def command_sbom(arguments: argparse.Namespace) -> None:
+    """Write the bill of materials."""
+    with explain(f"cannot write {arguments.out}"):
+        Path(arguments.out).write_text(sbom.bill(), encoding="utf-8")
 
 
 def command_toolchain(arguments: argparse.Namespace) -> None:
@@ -203,6 +228,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--no-torch", action="store_true", help="install without torch: quicker, and the doctor checks less"
     )
+    sub.add_argument("--build-only", action="store_true", help="do not install it and run its doctor")
     sub.set_defaults(run=command_wheel, alone=True)
 
     sub = commands.add_parser("repair", help="give wheels that pip has built their manylinux tag, and check them")
@@ -231,6 +257,19 @@ def parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("format", help="bring the sources into the form that the checks want")
     sub.add_argument("files", nargs="*", help="only these files (default: all)")
     sub.set_defaults(run=command_format, alone=True)
+
+    sub = commands.add_parser("pins", help="bring what repeats matrix.json and toolchain.lock up to date; renew pins")
+    choice = sub.add_mutually_exclusive_group()
+    choice.add_argument("--check", action="store_true", help="write nothing; fail if a file is stale")
+    choice.add_argument("--images", action="store_true", help="ask the registries for the digests of the base images")
+    choice.add_argument(
+        "--torch", metavar="VERSION", help="pin that torch, and all that it needs, for the runtime image"
+    )
+    sub.set_defaults(run=command_pins)
+
+    sub = commands.add_parser("sbom", help="write the bill of materials of a release (CycloneDX)")
+    sub.add_argument("--out", required=True, help="the file")
+    sub.set_defaults(run=command_sbom)
 
     sub = commands.add_parser(
         "toolchain", help="download the toolchain's wheels into a folder, for builds without network"

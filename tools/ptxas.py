@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from tools import settings
 from tools.errors import BuildError, explain
 from tools.process import capture, last_error
 
@@ -48,7 +49,18 @@ def parse_warnings(log: str) -> list[str]:
 
 def assemble(ptxas: Path, ptx: Path, cubin: Path, arch: str, options: tuple[str, ...]) -> tuple[Resources, list[str]]:
     """Write `cubin`; returns (resources per entry point, warnings). Raises BuildError with ptxas' own words."""
-    command = [str(ptxas), f"-arch=sm_{arch}", "-O3", "-v", *options, ptx.name, "-o", cubin.name]
+    loader = settings.text(settings.LOADER)
+    command = [
+        *([loader] if loader else []),
+        str(ptxas),
+        f"-arch=sm_{arch}",
+        "-O3",
+        "-v",
+        *options,
+        ptx.name,
+        "-o",
+        cubin.name,
+    ]
     with explain(f"cannot run {ptxas.name}"):
         result = capture(command, cwd=ptx.parent)
     log = result.stdout + result.stderr

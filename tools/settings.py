@@ -15,10 +15,11 @@ JOBS = "FLASH_KDA_JOBS"  # device compilers at once, instead of the number that 
 ALLOW_UNLOCKED = "FLASH_KDA_ALLOW_UNLOCKED"  # 1: device code may differ from device-code.lock
 CXX = "FLASH_KDA_CXX"  # host compiler instead of the pinned one; the wheel is then not a release
 GLIBC = "FLASH_KDA_GLIBC"  # 2.17 (default) or 2.28: the oldest glibc that the module runs on
+LOADER = "FLASH_KDA_LOADER"  # dynamic loader to start ptxas with, where the system has none in its usual place (NixOS)
 MACHINE = "FLASH_KDA_MACHINE"  # x86_64 or aarch64: build for another machine than this one
 COMMIT = "FLASH_KDA_COMMIT"  # a commit id for the build record, as of `git describe --always --abbrev=40 --dirty`
 
-VARIABLES = (CUDA_ARCHS, TOOLCHAIN_DIR, CACHE_DIR, JOBS, ALLOW_UNLOCKED, CXX, GLIBC, MACHINE, COMMIT)
+VARIABLES = (CUDA_ARCHS, TOOLCHAIN_DIR, CACHE_DIR, JOBS, ALLOW_UNLOCKED, CXX, GLIBC, LOADER, MACHINE, COMMIT)
 
 
 def text(variable: str) -> str:

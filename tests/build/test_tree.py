@@ -73,7 +73,20 @@ def test_every_command_explains_itself() -> None:
     listing = subprocess.run(
         [sys.executable, "-m", "tools", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    for command in ("plan", "wheel", "test", "lock", "cubins", "module", "format", "toolchain", "repair", "index"):
+    for command in (
+        "plan",
+        "wheel",
+        "test",
+        "lock",
+        "cubins",
+        "module",
+        "format",
+        "toolchain",
+        "repair",
+        "index",
+        "pins",
+        "sbom",
+    ):
         assert re.search(rf"^    {command}\s+\w", listing.stdout, re.MULTILINE), command
 
 

@@ -3,4 +3,5 @@
 set -eu
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
-apt-get install -y -qq --no-install-recommends buildah ca-certificates diffoscope-minimal mmdebstrap podman qemu-user-static runc >/dev/null
+apt-get install -y -qq --no-install-recommends buildah ca-certificates debian-archive-keyring diffoscope-minimal mmdebstrap podman \
+    python3-dev qemu-user-static runc >/dev/null

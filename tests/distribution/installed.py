@@ -21,7 +21,7 @@ print(
             "glibc": os.confstr("CS_GNU_LIBC_VERSION"),
             "flash_kda": flash_kda.__version__,
             "cubins": {f"{cubin.unit}/{cubin.arch}": cubin.sha256 for cubin in device_code.embedded()},
-            "available": flash_kda.is_available(),
+            "available": bool(flash_kda.is_available()),
             "reason": device_code.choose().reason,
             "needs_torch": needs_torch,
         }

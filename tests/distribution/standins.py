@@ -6,6 +6,7 @@ Needs root, podman, buildah, runc and mmdebstrap; missing() says what is not the
 import functools
 import hashlib
 import os
+import platform
 import resource
 import shutil
 import subprocess
@@ -74,6 +75,27 @@ def debian(release: str, *packages: str) -> str:
         part.replace(archive)
     run("podman", "import", "--quiet", str(archive), image)
     return image
+
+
+def trixie(*packages: str) -> Path:
+    """Root of a tree with programs of Debian 13, unpacked and not installed."""
+    root = STORE / f"trixie-{'-'.join(packages)}"
+    if not root.exists():
+        archive, part = STORE / f".part-{root.name}.tar", STORE / f".part-{root.name}"
+        run("mmdebstrap", "--quiet", "--variant=extract", f"--include={','.join(packages)}", "trixie", str(archive))
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        run("tar", "-xf", str(archive), "-C", str(part))
+        archive.unlink()
+        part.rename(root)
+    return root
+
+
+def started(root: Path, program: str) -> "list[str]":
+    """Command that starts a program of such a tree with the tree's own loader and libraries."""
+    libraries = root / "usr" / "lib" / f"{platform.machine()}-linux-gnu"
+    loader = next(libraries.glob("ld-linux*.so.*"))
+    return [str(loader), "--library-path", str(libraries), str(root / program)]
 
 
 def foreign_python(architecture: str, release: str, python: str) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import standins
+from proof import Table
 
 from flash_kda import elf, verify
 from tools import ROOT, locks, settings, wheels
@@ -108,8 +109,9 @@ def test_a_wheel_of_one_setting_says_so_in_its_version(hopper_wheel: Path) -> No
 
 
 def test_the_wheel_of_the_other_machine_has_the_same_machine_code(
-    wheel_path: Path, other_machine_wheel: Path, full_toolchain: Toolchain
+    wheel_path: Path, other_machine_wheel: Path, full_toolchain: Toolchain, proof: Table
 ) -> None:
+    proof.add(f"source, across for {OTHER}", other_machine_wheel)
     ours, theirs = (verify.verify(path, ROOT / "device-code.lock") for path in (wheel_path, other_machine_wheel))
     assert [code[1:] for code in theirs.code] == [code[1:] for code in ours.code]
     assert theirs.faults == []

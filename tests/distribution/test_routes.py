@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from proof import Table, assert_same
 
 from tools import ROOT, settings
 from tools.embed import project_version
@@ -71,7 +72,7 @@ def test_the_sdist_holds_what_a_build_needs(sdist: Path, tmp_path: Path) -> None
 
 
 def test_the_same_wheel_from_the_sdist_in_another_folder_for_another_user(
-    sdist: Path, wheel_path: Path, other_user: Path, tmp_path: Path
+    sdist: Path, wheel_path: Path, other_user: Path, tmp_path: Path, proof: Table
 ) -> None:
     """Nothing is shared but the toolchain: cubins and module are compiled again. Before and after repair, bit for bit."""
     folder = unpack(sdist, tmp_path / "a folder with a space")
@@ -86,8 +87,9 @@ def test_the_same_wheel_from_the_sdist_in_another_folder_for_another_user(
     assert "kept from before" not in result.stdout
     made = next((tmp_path / "out").glob("*.whl"))
     assert made.name == wheel_path.name
-    assert made.read_bytes() == wheel_path.read_bytes()
+    assert_same(wheel_path, made)
     assert not other_user.exists(), "the build called git"
+    proof.add("sdist, python3 -m tools", made)
 
 
 def pip(*arguments: str, cwd: Path) -> None:
@@ -104,12 +106,18 @@ def raw_wheel() -> Path:
 
 
 def test_pip_wheel_in_build_isolation_gives_the_same_bytes(
-    wheel_path: Path, sdist: Path, other_user: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    wheel_path: Path,
+    sdist: Path,
+    other_user: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    proof: Table,
 ) -> None:
     monkeypatch.setenv(settings.CUDA_ARCHS, "all")
     pip("wheel", "--no-deps", "--wheel-dir", str(tmp_path / "out"), str(sdist), cwd=tmp_path)
     made = next((tmp_path / "out").glob("*.whl"))
-    assert made.read_bytes() == raw_wheel().read_bytes()
+    assert_same(raw_wheel(), made)
+    proof.add("sdist, pip wheel", made)
     assert not other_user.exists(), "the build called git"
 
 

@@ -245,7 +245,7 @@ def test_the_command(
     unfit = write_wheel(tmp_path, {MODULE: compile_library(PLAIN)}, "cp310-abi3-manylinux2014_x86_64")
     assert command_line.main(["verify", str(wheel_path), str(unfit)]) == 1
     text = capsys.readouterr().out
-    assert "verdict     UNFIT: 1 faults" in text
+    assert "verdict     UNFIT: 1 fault\n" in text
     (tmp_path / "a-1.0-py3-none-any.whl").write_bytes(b"no zip")
     for path, says in (
         ("a-1.0-py3-none-any.whl", "cannot be read"),
