@@ -26,8 +26,8 @@ struct Kernel {
     const char* unit;
     const char* entry;
     const char* general_entry;  // for calls that the first does not take (ForwardParams::general)
-    int threads;       // in a block
-    int shared_bytes;  // dynamic, in a block
+    int threads;                // in a block
+    int shared_bytes;           // dynamic, in a block
 };
 
 struct Choice {

@@ -111,15 +111,16 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     const auto launch = [&](Pass pass, long long blocks) {
         params.pass = pass;
         void* arguments[] = {&params, const_cast<Maps*>(&maps)};
-        driver.check(driver.launch(params.general ? loaded.general : loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1, 1, loaded.kernel->threads,
-                                   1, 1, loaded.kernel->shared_bytes, reinterpret_cast<CUstream>(stream), arguments, nullptr),
-                     "launching the kernel");
+        driver.check(
+            driver.launch(params.general ? loaded.general : loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1,
+                          1, loaded.kernel->threads, 1, 1, loaded.kernel->shared_bytes, reinterpret_cast<CUstream>(stream), arguments, nullptr),
+            "launching the kernel");
     };
 
     const bool has_offsets = params.cu_seqlens != nullptr;
     const Plan plan = call.whole ? Plan{} : plan_segments(loaded.sm_count, params.T, params.H, params.N, has_offsets);
-    const std::size_t needed = plan.segments > 1 ? segment_bytes(plan, params.H, params.N)
-                                                 : handoff_bytes(loaded.sm_count, params.T, params.H, params.N, has_offsets);
+    const std::size_t needed =
+        plan.segments > 1 ? segment_bytes(plan, params.H, params.N) : handoff_bytes(loaded.sm_count, params.T, params.H, params.N, has_offsets);
     if (needed > 0 && (call.workspace == 0 || call.workspace_bytes < needed)) {
         throw std::runtime_error("flash_kda: this call needs " + std::to_string(needed) + " bytes of workspace, got " +
                                  std::to_string(call.workspace == 0 ? 0 : call.workspace_bytes));

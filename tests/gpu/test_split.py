@@ -12,7 +12,6 @@ import kda_cases as cases  # noqa: E402
 import record  # noqa: E402
 from kda_cases import BF16, FP32, LIMIT, REGIME, STRONG, WEAK, WEAKEST  # noqa: E402
 
-import flash_kda  # noqa: E402
 from flash_kda import device_code  # noqa: E402
 
 GATES = pytest.mark.parametrize("gate", [STRONG, WEAK, WEAKEST], ids=REGIME.get)

@@ -73,8 +73,8 @@ struct ForwardParams {
     int snapshot_rows;
     int marks_each;
     int by_hand;
-    int load_bytes;            // of a chunk, that the copy engine brings
-    int group;                 // value heads that share a query and a key
+    int load_bytes;  // of a chunk, that the copy engine brings
+    int group;       // value heads that share a query and a key
     Gate gate;
     int usual;    // gate bounded, g in bf16, q and k normalised here
     int general;  // or else, or something by hand, or states saved on the way: only kernels compiled for it (ring.h)

@@ -143,9 +143,9 @@ __device__ __forceinline__ void store_last(uint32_t at, const Boundary& boundary
 
 // Sums over all sequences, and over those before this thread's.
 struct Census {
-    long long before, total;      // of chunks and items' costs, of one head
-    int longest;                  // in chunks, of those counted
-    int others_before, others;    // sequences not counted
+    long long before, total;    // of chunks and items' costs, of one head
+    int longest;                // in chunks, of those counted
+    int others_before, others;  // sequences not counted
 };
 
 // Counts the sequences of fewer than `limit` chunks, by all threads of the block, each of which looks at a run of them.

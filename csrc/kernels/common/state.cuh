@@ -137,7 +137,8 @@ template <class Element>
 __device__ __forceinline__ Element* state_element(const StatePlace& place, int rows, int lane) {
     const int row = rows * 16 + (lane >> 2), column = 2 * (lane & 3);
     const long long index = static_cast<long long>(place.number) * kHeadDim * kHeadDim;
-    Element* at = static_cast<Element*>(const_cast<void*>(place.base)) + index + (place.key_first ? column * kHeadDim + row : row * kHeadDim + column);
+    Element* at =
+        static_cast<Element*>(const_cast<void*>(place.base)) + index + (place.key_first ? column * kHeadDim + row : row * kHeadDim + column);
     asm volatile("" : "+l"(at));
     return at;
 }
