@@ -18,7 +18,7 @@ exclude_patterns = ["_static"]
 highlight_language = "text"
 
 myst_heading_anchors = 3
-suppress_warnings = ["myst.header", "toc.not_included"]  # BENCHMARK_*.md begins below a title of the site's
+suppress_warnings = ["myst.header"]  # BENCHMARK_*.md begins below a title of the site's
 
 autodoc_typehints = "none"  # dtypes and shapes say more, and are in the docstrings
 autodoc_member_order = "bysource"
