@@ -63,6 +63,8 @@ def test_the_error_bounds_are_the_tested_ones() -> None:
 
 def test_the_times_are_the_recorded_ones() -> None:
     """A kernel that changes is recorded anew, and the table must follow: the newest record decides."""
+    if list((ROOT / "benchmarks" / "results").glob("*.json")):
+        pytest.skip("README shows benchmarks/results; tests/benchmarks holds it to them")
     records = [json.loads(path.read_text()) for path in (ROOT / "tests" / "gpu" / "records").glob("*.json")]
     times = max(records, key=lambda record: record["date"])["times_us"]
     names = {"8192": "8192", "1300, 547, 2048, 963, 271, 3063": "mixed", "8 x 1024": "8x1024"}
