@@ -45,6 +45,20 @@ def test_every_hopper_cubin_was_tested_on_a_gpu() -> None:
     )
 
 
+def test_the_published_times_are_of_the_locked_code() -> None:
+    newest = max(
+        (ROOT / "benchmarks" / "results").glob("*.json"), key=lambda path: json.loads(path.read_text())["date"]
+    )
+    timed = {
+        (c["unit"], c["arch"], c["sha256"])
+        for path in json.loads(newest.read_text())["paths"].values()
+        if (c := path.get("cubin"))
+    }
+    locked = {(c["unit"], c["arch"], c["sha256"]) for c in read_device_code_lock().values()}
+    assert timed, f"{newest.name} times no kernel of this project"
+    assert timed <= locked, f"{newest.name} is of other device code: measure anew, python -m benchmarks run"
+
+
 CUBIN = {"unit": "u", "arch": "90a", "sha256": "a" * 64}
 LOCKED = {"u/90a": CUBIN, "u/100a": {**CUBIN, "arch": "100a"}}
 RECORD = {"gpu": "NVIDIA H200", "tests": {"passed": 3, "failed": 0, "skipped": 1}, "cubins": [CUBIN]}
