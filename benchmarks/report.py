@@ -71,7 +71,7 @@ def lines(stem: str, results: Table, peers: Table, targets: Table) -> Iterator[s
         found = compare.cells(results, peers, targets, path)
         yield f"## `{path}`"
         yield ""
-        yield from compare.summary(found, targets, path)
+        yield from (f"- {line}" for line in compare.summary(found, targets, path))
         yield ""
         yield from with_fp32(found, peers, path == first)
         yield from other_states(found)
