@@ -168,6 +168,7 @@ def with_fp32(found: list[Cell], peers: Table, targets: bool) -> Iterator[str]:
         return
     names = list(peers["peers"])
     yield "fp32 states in and out; microseconds, weak gate after strong where they are two figures."
+    yield "Large shapes are often a little quicker cold, presumably since the sweep also writes back what the last call left modified."
     yield ""
     yield (
         "| tokens | heads | floor | warm | cold | times the floor | target |"
