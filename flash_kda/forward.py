@@ -194,9 +194,9 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     """Bytes of scratch memory that ``fwd`` takes for a call over ``T_total`` tokens, ``H`` value heads and ``N`` sequences.
 
     ``fwd`` allocates them itself, from torch's allocator, if it is given no ``workspace``. They hold states on their way from one
-    block of the GPU to another: between segments, where few long sequences are cut into them (see ``fwd``), and where the work of many
-    heads is shared out evenly among the multiprocessors (at most 9 MB). Short calls need none. The answer is for the current CUDA device, and enough for N rows of a batch as
-    well as for N sequences in ``cu_seqlens``. 0 where no kernel can run.
+    block of the GPU to another: between segments, where few long sequences are cut into them (see ``fwd``), and where the work of
+    many heads is shared out evenly among the multiprocessors (at most 9 MB on an H200). Short calls need none. The answer is for
+    the current CUDA device, and enough for N rows of a batch as well as for N sequences in ``cu_seqlens``. 0 where no kernel can run.
 
     Raises:
         ValueError: for a negative count.

@@ -85,13 +85,11 @@ unsigned long long next_ticket() {
 }  // namespace
 
 int forward_segments(int device, int T, int H, int N, bool has_offsets, bool whole) {
-    return whole ? 1 : plan_segments(loaded_kernel(device).sm_count, T, H, N, has_offsets).segments;
+    return plan_call(loaded_kernel(device).sm_count, T, H, N, has_offsets, whole).segments;
 }
 
 std::size_t forward_workspace(int device, int T, int H, int N, bool has_offsets, bool whole) {
-    const LoadedKernel& loaded = loaded_kernel(device);
-    const Plan plan = whole ? Plan{} : plan_segments(loaded.sm_count, T, H, N, has_offsets);
-    return plan.segments > 1 ? segment_bytes(plan, H, N) : handoff_bytes(loaded.sm_count, T, H, N, has_offsets);
+    return plan_call(loaded_kernel(device).sm_count, T, H, N, has_offsets, whole).workspace_bytes;
 }
 
 void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
@@ -117,10 +115,8 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
             "launching the kernel");
     };
 
-    const bool has_offsets = params.cu_seqlens != nullptr;
-    const Plan plan = call.whole ? Plan{} : plan_segments(loaded.sm_count, params.T, params.H, params.N, has_offsets);
-    const std::size_t needed =
-        plan.segments > 1 ? segment_bytes(plan, params.H, params.N) : handoff_bytes(loaded.sm_count, params.T, params.H, params.N, has_offsets);
+    const Plan plan = plan_call(loaded.sm_count, params.T, params.H, params.N, params.cu_seqlens != nullptr, call.whole);
+    const std::size_t needed = plan.workspace_bytes;
     if (needed > 0 && (call.workspace == 0 || call.workspace_bytes < needed)) {
         throw std::runtime_error("flash_kda: this call needs " + std::to_string(needed) + " bytes of workspace, got " +
                                  std::to_string(call.workspace == 0 ? 0 : call.workspace_bytes));

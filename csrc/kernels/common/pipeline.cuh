@@ -304,7 +304,7 @@ __device__ __forceinline__ StatePlace final_place(const ForwardParams& p, const 
 // Chunks of the item that are still to come.
 template <class Config>
 __device__ __forceinline__ uint32_t left_at(const Block<Config>& block) {
-    return block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + 48;
+    return block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + kKeptLeft;
 }
 
 // What a scan warp needs again after an item's last chunk, kept in shared memory meanwhile: its loop has no register to spare.
@@ -362,7 +362,7 @@ __device__ __forceinline__ int first_snapshot(const ForwardParams& p, int sequen
 
 template <class Config>
 __device__ __forceinline__ void keep_saves(const Block<Config>& block, const ForwardParams& p, const Item& item) {
-    const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + 20;
+    const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + kKeptSaves;
     const int2 bounds = sequence_bounds(p, item.sequence);
     const int begin = (item.first - bounds.x) / kChunkTokens;
     store_u32(at, begin), store_u32(at + 4, begin + item.count());
@@ -379,7 +379,7 @@ __device__ __forceinline__ void keep_saves(const Block<Config>& block, const For
 
 template <class Config>
 __device__ __forceinline__ KeptSaves kept_saves(const Block<Config>& block) {
-    const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + 20;
+    const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + kKeptSaves;
     const auto word = [&](int i) { return uniform(load_u32(at + 4 * i)); };
     const int end = word(1);
     return {end - uniform(load_u32(left_at(block))), word(0), end, word(2), word(3), word(4), static_cast<int>(at + 20)};

@@ -13,7 +13,8 @@ inline constexpr int kScratchStride = 20;
 inline constexpr int kBiasOffset = kChunkTokens * kScratchStride * 4;  // then the head's gate bias
 inline constexpr int kScratchBytes = kBiasOffset + kHeadDim * 4;
 inline constexpr int kBarriersPerStage = 3;
-inline constexpr int kKeptBytes = 64;       // what each scan warp keeps while it goes through an item
+// What each scan warp keeps while it goes through an item: its final place and walk, where to save states on the way, the chunks left.
+inline constexpr int kKeptBytes = 64, kKeptSaves = 20, kKeptLeft = 48;
 inline constexpr int kScheduleBytes = 320;  // schedule.cuh
 
 // kGeneral: takes every form of input. Without it, what most calls are: see ForwardParams::general. They are compiled apart because the code of both
