@@ -59,11 +59,11 @@ def path_of(version: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def with_fla() -> Any:
-    """Runs a program in a process that imports a release of FLA and the flash_kda under test; its output."""
+    """Runs a program in a process that imports a release of FLA and the flash_kda under test, to an exit status; its output."""
     pytest.importorskip("torch")
     import flash_kda
 
-    def run(version: str, program: Path, *arguments: str) -> str:
+    def run(version: str, program: Path, *arguments: str, status: int = 0) -> str:
         path = [*path_of(version), str(Path(flash_kda.__file__).resolve().parents[1])]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         variables.pop("FLA_FLASH_KDA", None)
@@ -71,7 +71,7 @@ def with_fla() -> Any:
             [sys.executable, "-W", "ignore", str(program), *arguments],
             capture_output=True, text=True, check=False, env=variables, cwd=HERE,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 
     return run

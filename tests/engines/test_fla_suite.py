@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 HERE = Path(__file__).resolve().parent
+PROGRAM = HERE.parent / "gpu" / "fla_suite.py"
 RECORDS = sorted((HERE / "records").glob("fla-*.json"))
 
 # In the place of FLA's tests/ops/test_kda.py, with its names and parameters.
@@ -47,17 +48,51 @@ def test_chunk():
     raise AssertionError("not a forward test")
 """
 
+TROUBLED = """
+import os
+import pytest
+from fla.ops.kda import chunk_kda
+
+@pytest.mark.parametrize("what", ["is skipped", "ends the process", "fails", "comes after it"])
+def test_flash_kda_chunk(what):
+    if what == "is skipped":
+        pytest.skip("this one is skipped")
+    assert what != "fails", "this one fails"
+    os._exit(1)
+"""
+
 
 def test_what_it_runs_and_counts(with_fla: Any, tmp_path: Path) -> None:
     (tmp_path / "test_kda.py").write_text(TESTS)
     out = tmp_path / "record.json"
-    program = HERE.parent / "gpu" / "fla_suite.py"
-    said = with_fla("0.6.0", program, str(tmp_path / "test_kda.py"), "--longest", "1000", "--out", str(out))
+    options = ["--longest", "1000", "--processes", "2", "--out", str(out)]
+    said = with_fla("0.6.0", PROGRAM, str(tmp_path / "test_kda.py"), *options)
     assert "FLA 0.6.0: {'passed': 5}; 5 passed through flash_kda.fla, 8 calls of chunk_kda" in said
+    assert " s, 5 of 5: test_" in said
     record = json.loads(out.read_text())
     assert (record["passed_through_us"], record["calls_through_us"]) == (5, 8)
     assert sum(name.startswith("test_chunk_varlen_prefill[bf16-D128") for name in record["tests"]) == 2
     assert all(test["declined"] == {} for test in record["tests"].values())
+
+
+def test_what_fails_is_skipped_or_does_not_end_is_recorded(with_fla: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_kda.py").write_text(TROUBLED)
+    out = tmp_path / "record.json"
+    options = ["--processes", "2", "--out", str(out)]
+    said = with_fla("0.6.0", PROGRAM, str(tmp_path / "test_kda.py"), *options, status=1)
+    assert "{'skipped': 1, 'unfinished': 2, 'failed': 1}; 0 passed" in said
+    tests = json.loads(out.read_text())["tests"]
+    assert tests["test_flash_kda_chunk[fails]"]["reason"] == "AssertionError: this one fails"
+    assert "this one is skipped" in tests["test_flash_kda_chunk[is skipped]"]["reason"]
+    assert tests["test_flash_kda_chunk[ends the process]"] == {"outcome": "unfinished"}
+    assert tests["test_flash_kda_chunk[comes after it]"] == {"outcome": "unfinished"}
+
+
+def test_a_limit_ends_it(with_fla: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_kda.py").write_text("import time\ntime.sleep(1000)\n")
+    options = ["--processes", "1", "--limit", "1"]
+    said = with_fla("0.6.0", PROGRAM, str(tmp_path / "test_kda.py"), *options, status=1)
+    assert said.startswith("no process has chosen tests from ")
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
