@@ -45,4 +45,6 @@ except OutOfResources:
 def test_the_first_configuration_that_runs_is_taken(with_fla: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    assert with_fla("0.6.0", HERE.parent / "gpu" / "autotuning.py", str(program), "its", "arguments") == "its arguments\n"
+    assert (
+        with_fla("0.6.0", HERE.parent / "gpu" / "autotuning.py", str(program), "its", "arguments") == "its arguments\n"
+    )

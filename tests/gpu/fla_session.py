@@ -1,5 +1,6 @@
 """A session with flash-linear-attention, in a process of its own: calls of ``chunk_kda``, which backend ran each, and how far its
-results are from the fp64 recurrence. Prints them as JSON.
+results are from the fp64 recurrence. Prints them as JSON, and on stderr each
+case that is done.
 
     python fla_session.py [--device cuda] [--old-torch]
 
@@ -13,7 +14,11 @@ import argparse
 import json
 import logging
 import os
+import sys
+import time
 from typing import Any
+
+import autotuning
 
 
 def old_torch() -> None:
@@ -36,6 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.old_torch:
         old_torch()
+    autotuning.take_first()
+    sys.modules["transformers"] = None  # type: ignore[assignment]  # FLA's models would import it, and none is needed
 
     import torch
     from fla import __version__
@@ -123,43 +130,49 @@ def main() -> None:
         registry()._logged.clear()  # FLA logs each backend once
         if opt_out:
             os.environ["FLA_FLASH_KDA"] = "0"
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         first = [arguments[name] for name in list(arguments)[:positional]]
         rest = {name: arguments[name] for name in list(arguments)[positional:]}
         try:
             with torch.enable_grad() if grad else torch.inference_mode():
                 out, state, *intermediate = kda.chunk_kda(*first, **rest)
         except Exception as error:
-            found["raised"] = f"{type(error).__name__}: {error}"
+            result["raised"] = f"{type(error).__name__}: {error}"
         else:
             right_out, right_state = expected(arguments)
-            found["errors"] = [distance(out, right_out), distance(state, right_state)]
-            found["state_dtype"] = str(state.dtype)
-            found["out_dtype"] = str(out.dtype)
+            result["errors"] = [distance(out, right_out), distance(state, right_state)]
+            result["state_dtype"] = str(state.dtype)
+            result["out_dtype"] = str(out.dtype)
             if intermediate:
-                found["intermediate"] = [list(intermediate[0].shape), str(intermediate[0].dtype)]
+                result["intermediate"] = [list(intermediate[0].shape), str(intermediate[0].dtype)]
                 start = {n: arguments[n][:, : arguments.get("chunk_size", 64)] for n in ("q", "k", "v", "g", "beta")}
                 rights = [arguments["initial_state"].double(), expected({**arguments, **start})[1]]
-                found["intermediate_errors"] = [
+                result["intermediate_errors"] = [
                     distance(intermediate[0][:, i], right) for i, right in enumerate(rights)
                 ]
         finally:
             os.environ.pop("FLA_FLASH_KDA", None)
-        return {**found, "fwd_calls": len(calls), "log": list(log)}
+        return {**result, "fwd_calls": len(calls), "log": list(log)}
+
+    found: dict[str, Any] = {"version": __version__, "torch": torch.__version__}
+
+    def case(name: str, arguments: dict[str, Any], **options: Any) -> None:
+        started = time.monotonic()
+        found[name] = run(arguments, **options)
+        print(f"PROGRESS {time.monotonic() - started:.1f} s: {name}", file=sys.stderr, flush=True)
 
     v_first = {"transpose_state_layout" if __version__ == "0.5.0" else "state_v_first": True}
     inside = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
     bounded = {**inside, "safe_gate": True, "lower_bound": -5.0}
-    found: dict[str, Any] = {"version": __version__, "torch": torch.__version__}
 
     # What FLA's own backend lets through, and what keeps it out.
     served = {**problem(), **bounded, **v_first}
-    found["built in"] = run(served)
-    found["built in, varlen"] = run({**problem(lengths=[70, 80]), **bounded, **v_first})
-    found["built in, opted out"] = run(served, opt_out=True)
-    found["built in, gradients recorded"] = run(served, grad=True)
-    found["built in, K-first"] = run({**problem(), **bounded})
-    found["built in, negative eigenvalues"] = run({**served, "allow_neg_eigval": True})
+    case("built in", served)
+    case("built in, varlen", {**problem(lengths=[70, 80]), **bounded, **v_first})
+    case("built in, opted out", served, opt_out=True)
+    case("built in, gradients recorded", served, grad=True)
+    case("built in, K-first", {**problem(), **bounded})
+    case("built in, negative eigenvalues", {**served, "allow_neg_eigval": True})
 
     flash_kda.fla.register()
     flash_kda.fla.register()  # once more: nothing happens
@@ -167,33 +180,31 @@ def main() -> None:
     grouped = problem(HV=6)
     activated = {**problem(), "beta": torch.rand(1, 150, 2, device=device)}
     decay = {**activated, "g": -(torch.rand(1, 150, 2, 128, device=device) ** 4)}
-    found["as built in"] = run(served)
-    found["opted out"] = run(served, opt_out=True)
-    found["gradients recorded, none needed"] = run(served, grad=True)
-    found["K-first"] = run({**problem(), **bounded})
-    found["grouped value heads"] = run({**grouped, **bounded})
-    found["negative eigenvalues"] = run({**served, "allow_neg_eigval": True})
-    found["unbounded gate"] = run({**problem(), **inside})
-    found["no dt_bias"] = run({**served, "dt_bias": None})
-    found["no A_log"] = run({**served, "A_log": None})
-    found["A_log of a model"] = run({**served, "A_log": served["A_log"].view(1, 1, 2, 1)})
-    found["activated beta, fp32"] = run({**activated, **bounded, "use_beta_sigmoid_in_kernel": False})
-    found["log-decay, fp32"] = run({**decay, "use_qk_l2norm_in_kernel": True})
-    found["int32 offsets"] = run(
-        {**(p := problem(lengths=[70, 0, 80])), **bounded, "cu_seqlens": p["cu_seqlens"].int()}
-    )
-    found["intermediate states"] = run({**problem(), **bounded, "return_intermediate_states": True})
-    found["intermediate states, V-first"] = run({**served, "return_intermediate_states": True})
-    found["positional"] = run(served_by_position(served), positional=8)
-    found["transposed q"] = run({**served, "q": served["q"].transpose(2, 3).contiguous().transpose(2, 3)})
+    case("as built in", served)
+    case("opted out", served, opt_out=True)
+    case("gradients recorded, none needed", served, grad=True)
+    case("K-first", {**problem(), **bounded})
+    case("grouped value heads", {**grouped, **bounded})
+    case("negative eigenvalues", {**served, "allow_neg_eigval": True})
+    case("unbounded gate", {**problem(), **inside})
+    case("no dt_bias", {**served, "dt_bias": None})
+    case("no A_log", {**served, "A_log": None})
+    case("A_log of a model", {**served, "A_log": served["A_log"].view(1, 1, 2, 1)})
+    case("activated beta, fp32", {**activated, **bounded, "use_beta_sigmoid_in_kernel": False})
+    case("log-decay, fp32", {**decay, "use_qk_l2norm_in_kernel": True})
+    case("int32 offsets", {**(p := problem(lengths=[70, 0, 80])), **bounded, "cu_seqlens": p["cu_seqlens"].int()})
+    case("intermediate states", {**problem(), **bounded, "return_intermediate_states": True})
+    case("intermediate states, V-first", {**served, "return_intermediate_states": True})
+    case("positional", served_by_position(served), positional=8)
+    case("transposed q", {**served, "q": served["q"].transpose(2, 3).contiguous().transpose(2, 3)})
 
     learns = {**served, "v": served["v"].clone().requires_grad_()}
-    found["a gradient is needed"] = run(learns, grad=True)
-    found["an unknown option"] = run({**served, "no_such_option": 1})
-    found["half precision"] = run({**served, **{n: served[n].half() for n in ("q", "k", "v", "g", "beta")}})
-    found["head dimension 64"] = run({**problem(K=64), **bounded, **v_first})
-    found["chunks of 32"] = run({**served, "return_intermediate_states": True, "chunk_size": 32})
-    found["a bound out of range"] = run({**served, "safe_gate": False, "lower_bound": -9.0})
+    case("a gradient is needed", learns, grad=True)
+    case("an unknown option", {**served, "no_such_option": 1})
+    case("half precision", {**served, **{n: served[n].half() for n in ("q", "k", "v", "g", "beta")}})
+    case("head dimension 64", {**problem(K=64), **bounded, **v_first})
+    case("chunks of 32", {**served, "return_intermediate_states": True, "chunk_size": 32})
+    case("a bound out of range", {**served, "safe_gate": False, "lower_bound": -9.0})
     found["counts"] = dict(flash_kda.fla.counts)
     print(json.dumps(found))
 

@@ -98,7 +98,11 @@ class Share:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
             return
-        event = {"test": report.nodeid.split("::", 1)[1], "outcome": report.outcome, "seconds": round(report.duration, 1)}
+        event = {
+            "test": report.nodeid.split("::", 1)[1],
+            "outcome": report.outcome,
+            "seconds": round(report.duration, 1),
+        }
         if not report.passed:
             crash = getattr(report.longrepr, "reprcrash", None)
             event["reason"] = crash.message.splitlines()[0] if crash else str(report.longrepr)

@@ -12,6 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
 FLA = [str(Path(folder).resolve()) for folder in os.environ.get("FLASH_KDA_TEST_FLA", "").split(os.pathsep) if folder]
 LIMIT = 8e-3
+FLA_SECONDS = 110  # for all programs that run FLA, together
 
 
 # ---- serving engines
@@ -118,25 +121,64 @@ def test_availability_and_explanations() -> None:
 # ---- flash-linear-attention
 
 
-def fla_session(folder: str | None) -> dict[str, Any]:
-    path = [entry for entry in (folder, str(Path(flash_kda.__file__).resolve().parents[1])) if entry]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    variables.pop("FLA_FLASH_KDA", None)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "fla_session.py"), "--device", "cuda"],
-        capture_output=True, text=True, check=False, env=variables, cwd=HERE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+class Programs:
+    """Programs with FLA, which take their time for Triton's compiler on one core: all are started before the first is waited for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, time.monotonic()
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, release: str | None, *command: str) -> None:
+        path = [entry for entry in (release, str(Path(flash_kda.__file__).resolve().parents[1])) if entry]
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+        variables.pop("FLA_FLASH_KDA", None)
+        with self.file(name, "out").open("w") as out, self.file(name, "err").open("w") as err:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-W", "ignore", *command], stdout=out, stderr=err, text=True, env=variables, cwd=HERE
+            )
+
+    def file(self, name: str, what: str) -> Path:
+        return self.folder / f"{name}.{what}"
+
+    def result(self, name: str) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr; a program that runs longer than allowed fails, with what it had said."""
+        status: int | None
+        try:
+            status = self.processes[name].wait(max(0.0, self.started + FLA_SECONDS - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            status = None
+        out, err = (self.file(name, what).read_text() for what in ("out", "err"))
+        assert status is not None, f"{name} has not ended within {FLA_SECONDS} s; it said:\n{out}{err}"
+        return status, out, err
 
 
-@pytest.mark.parametrize("folder", FLA or [None], ids=lambda folder: Path(folder).name if folder else "installed")
-def test_fla(folder: str | None) -> None:
-    """One session with a release: every case is right, and ran through the backend that it should run through."""
-    if folder is None and importlib.util.find_spec("fla") is None:
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    if not FLA and importlib.util.find_spec("fla") is None:
         pytest.skip("flash-linear-attention is neither installed nor in FLASH_KDA_TEST_FLA")
-    found = fla_session(folder)
+    programs = Programs(tmp_path_factory.mktemp("programs"))
+    for folder in FLA or [None]:
+        programs.start(release_name(folder), folder, "fla_session.py", "--device", "cuda")
+    block = str(EXAMPLES / "kimi_linear_block.py")
+    programs.start(
+        "layer", FLA[-1] if FLA else None, "autotuning.py", block, "--device", "cuda", "--fla", "--tokens", "1024"
+    )
+    yield programs
+    for process in programs.processes.values():
+        process.kill()
+        process.wait()
+
+
+def release_name(folder: str | None) -> str:
+    return Path(folder).name if folder else "installed"
+
+
+@pytest.mark.parametrize("folder", FLA or [None], ids=release_name)
+def test_fla(folder: str | None, programs: Programs) -> None:
+    """One session with a release: every case is right, and ran through the backend that it should run through."""
+    status, out, err = programs.result(release_name(folder))
+    assert status == 0, err
+    found: dict[str, Any] = json.loads(out)
     version = found["version"]
     if "not importable" in found:
         pytest.skip(f"FLA {version} cannot be imported here: {found['not importable'][:100]}")
@@ -166,8 +208,6 @@ def test_fla(folder: str | None) -> None:
 
 def example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHONPATH": str(Path(flash_kda.__file__).resolve().parents[1])}
-    if FLA:
-        variables["PYTHONPATH"] = os.pathsep.join((FLA[-1], variables["PYTHONPATH"]))
     program = [sys.executable, "-W", "ignore", str(EXAMPLES / f"{name}.py"), "--device", "cuda", *arguments]
     return subprocess.run(program, capture_output=True, text=True, check=False, env=variables, cwd=HERE)
 
@@ -178,13 +218,13 @@ def test_chunked_prefill_equals_one_pass() -> None:
     assert float(done.stdout.split(" differ by ")[1].split(",")[0]) < 1e-2
 
 
-def test_chunked_prefill_of_fla_s_own_layer() -> None:
-    done = example("kimi_linear_block", "--fla", "--tokens", "1024")
-    if done.returncode != 0 and "ModuleNotFoundError" in done.stderr:
-        pytest.skip(f"FLA's layer cannot be imported: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split(" differ by ")[1].split(",")[0]) < 1e-2
-    assert "chunk_kda: {'served': 5}" in done.stdout
+def test_chunked_prefill_of_fla_s_own_layer(programs: Programs) -> None:
+    status, out, err = programs.result("layer")
+    if status != 0 and "ModuleNotFoundError" in err:
+        pytest.skip(f"FLA's layer cannot be imported: {err.strip().splitlines()[-1]}")
+    assert status == 0, err
+    assert float(out.split(" differ by ")[1].split(",")[0]) < 1e-2
+    assert "chunk_kda: {'served': 5}" in out
 
 
 def test_a_serving_loop_equals_one_call_each() -> None:
