@@ -186,15 +186,19 @@ def test_wrong_calls(problem: cases.Problem, data: Any) -> None:
     p = problem
     if name in ("A_log", "dt_bias", "lower_bound"):  # without a gate anything but None is wrong, and says so instead
         p.options.pop("use_gate_in_kernel", None)
+    # A wrong state would be a right pool.
+    pooled = name not in ("initial_state", "final_state", "state_indices") and data.draw(st.booleans())
     written = {
-        "out": torch.full(p.v.shape, 7.0, dtype=BF16), "final_state": torch.full((p.N, p.H, K, K), 7.0),
-        "checkpoint_states": torch.full((p.N, p.H, K, K), 7.0),
+        "out": torch.full(p.v.shape, 7.0, dtype=BF16), "final_state": torch.full((p.N + 2 * pooled, p.H, K, K), 7.0),
+        "intermediate_states": torch.full((3, p.H, K, K), 7.0), "checkpoint_states": torch.full((p.N, p.H, K, K), 7.0),
     }  # fmt: skip
     call = {
         "q": p.q, "k": p.k, "v": p.v, "g": p.g, "beta": p.beta, "scale": p.scale, "A_log": p.A_log, "dt_bias": p.dt_bias,
         "lower_bound": p.lower_bound, "initial_state": p.initial_state, "cu_seqlens": p.cu_seqlens,
         "checkpoint_offsets": torch.full((p.N,), 16), **p.options, **written,
     }  # fmt: skip
+    if pooled:
+        call.update(initial_state=written["final_state"], state_indices=torch.arange(p.N))
     call[name] = spoil(call.get(name), p)
     with pytest.raises((TypeError, ValueError)) as caught:
         flash_kda.fwd(**call)
