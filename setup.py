@@ -49,8 +49,10 @@ class BuildWheel(bdist_wheel):
 
 def local_version() -> str:
     """A wheel that holds only some of the architectures says so in its version: +sm90a. Sources hold them all."""
+    if "sdist" in sys.argv:
+        return ""
     archs = plan().archs
-    return "" if "sdist" in sys.argv or len(archs) == len(ARCHS) else f"+{label(list(archs))}"
+    return "" if len(archs) == len(ARCHS) else f"+{label(list(archs))}"
 
 
 def main() -> None:

@@ -168,7 +168,10 @@ def write_index(wheels: "list[Path]", folder: Path) -> "list[Path]":
     with explain(f"cannot write into {folder}"):
         store.mkdir(parents=True, exist_ok=True)
         for path in sorted(wheels):
-            wheel = read_wheel(path)
+            try:
+                wheel = read_wheel(path)
+            except ValueError as error:
+                raise BuildError(str(error)) from error
             found = problems(wheel)
             if found:
                 raise BuildError(f"{path.name} is not fit to be released: {'; '.join(found)}")

@@ -100,6 +100,13 @@ def test_an_unfit_wheel_is_not_put_into_an_index(wheel_path: Path, tmp_path: Pat
         wheels.write_index([renamed], tmp_path / "index")
 
 
+def test_what_is_no_wheel_is_refused_in_one_line(tmp_path: Path) -> None:
+    result = capture([sys.executable, "-m", "tools", "index", "README.md", "--out", str(tmp_path / "index")], cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: README.md is not named as a wheel: expected NAME-VERSION-")
+    assert result.stderr.count("\n") == 1
+
+
 def test_a_wheel_of_one_setting_says_so_in_its_version(hopper_wheel: Path) -> None:
     report = verify.verify(hopper_wheel, ROOT / "device-code.lock")
     assert hopper_wheel.name.startswith("flash_kda-0.1.0+sm90a-")
