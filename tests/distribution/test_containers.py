@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import standins
+import wheel_matrix
 from proof import Table, assert_same
 
 from tools import ROOT, locks, settings
@@ -107,16 +108,7 @@ def test_cibuildwheel(project: Path, wheel_path: Path, tmp_path: Path, proof: Ta
     image, have = standins.manylinux(MATRIX.pythons)
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
     chosen = have if os.environ.get("FLASH_KDA_TEST_PYTHONS") == "all" else [v for v in have if v in ("3.14", own)]
-    volumes = f"--volume={standins.PYENV}:{standins.PYENV}:ro --volume={settings.cache_root()}:/cache --volume=/etc/ssl/certs:/etc/ssl/certs:ro"
-    variables = {
-        "CIBW_BUILD": " ".join(f"cp{version.replace('.', '')}-manylinux_*" for version in chosen),
-        "CIBW_CONTAINER_ENGINE": f"podman; create_args: --network=host {volumes}",
-        f"CIBW_MANYLINUX_{os.uname().machine.upper()}_IMAGE": image,
-        "FLASH_KDA_CUDA_ARCHS": "all",
-        "CIBW_ENVIRONMENT": "FLASH_KDA_CACHE_DIR=/cache",
-    }
-    program = Path(sys.executable).parent / "cibuildwheel"
-    log = standins.run(str(program), "--platform=linux", f"--output-dir={tmp_path}", cwd=project, **variables)
+    log = wheel_matrix.build(project, image, chosen, tmp_path)
     made = {re.search(r"-cp(3\d+)-", path.name)[1]: path for path in tmp_path.glob("*.whl")}  # type: ignore[index]
     assert set(made) == {version.replace(".", "") for version in chosen}
     for version, path in made.items():
