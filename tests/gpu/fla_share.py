@@ -138,6 +138,7 @@ def main(options: argparse.Namespace) -> int:
 
     share = Share(options, os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)
+    torch.set_num_threads(1)  # the processes are as many as the cores
     autotuning.take_first()
     if options.built_in:
         fwd = flash_kda.fwd
