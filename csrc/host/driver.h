@@ -28,7 +28,7 @@ namespace flash_kda {
     X(module_function, cuModuleGetFunction, "cuModuleGetFunction")                          \
     X(function_attribute, cuFuncSetAttribute, "cuFuncSetAttribute")                         \
     X(encode_tensor_map, cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled")                  \
-    X(launch, cuLaunchKernel, "cuLaunchKernel")
+    X(launch, cuLaunchKernelEx, "cuLaunchKernelEx")
 
 struct Driver {
 #define FLASH_KDA_DECLARE(member, function, symbol) decltype(&function) member = nullptr;

@@ -18,6 +18,7 @@ namespace {
 using slot::kPanelChannels;
 constexpr int kPanels = kHeadDim / kPanelChannels;
 constexpr int kElementBytes = 2;
+constexpr int kOverlapVersion = 12030;  // of the driver: kernels that overlap can be captured in graphs
 
 // Whether the copy engine can take a bf16 tensor: 16-byte aligned, strides that are multiples of 16 bytes and below 2^40.
 bool copyable(const TokenTensor& tensor, int B, int T, int heads) {
@@ -106,13 +107,25 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     params.usual = params.gate == Gate::kBounded && !params.g_is_fp32 && params.normalise;
     const Maps maps = describe_tensors(driver, params, call.B);
     params.general = !params.usual || params.by_hand != 0 || params.saves;
+    CUlaunchConfig config = {};
+    config.hStream = reinterpret_cast<CUstream>(stream);
+    // A kernel may come to the multiprocessors before the one before it has left all of them; it waits there (ptx.cuh).
+    CUlaunchAttribute overlap = {};
+    overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    overlap.value.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &overlap;
+    const auto start = [&](CUfunction kernel, unsigned x, unsigned y, unsigned z, int threads, int shared_bytes, void** arguments) {
+        config.gridDimX = x, config.gridDimY = y, config.gridDimZ = z;
+        config.blockDimX = threads, config.blockDimY = config.blockDimZ = 1;
+        config.sharedMemBytes = shared_bytes;
+        driver.check(driver.launch(&config, kernel, arguments, nullptr), "launching a kernel");
+        if (driver.version >= kOverlapVersion) config.numAttrs = 1;  // of the next one
+    };
     const auto launch = [&](Pass pass, long long blocks) {
         params.pass = pass;
         void* arguments[] = {&params, const_cast<Maps*>(&maps)};
-        driver.check(
-            driver.launch(params.general ? loaded.general : loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1,
-                          1, loaded.kernel->threads, 1, 1, loaded.kernel->shared_bytes, reinterpret_cast<CUstream>(stream), arguments, nullptr),
-            "launching the kernel");
+        start(params.general ? loaded.general : loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1, 1,
+              loaded.kernel->threads, loaded.kernel->shared_bytes, arguments);
     };
 
     const Plan plan = plan_call(loaded.sm_count, params.T, params.H, params.N, params.cu_seqlens != nullptr, call.whole);
@@ -126,19 +139,24 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
             params.handoff_states = reinterpret_cast<float*>(call.workspace);
             params.handoff_flags = reinterpret_cast<unsigned long long*>(call.workspace + handoff_flags_offset(loaded.sm_count));
             params.handoff_ticket = next_ticket();
+            params.may_forget = plan.may_forget;
         }
-        launch(Pass::kWhole, items);
+        launch(Pass::kWhole, plan.may_forget ? loaded.sm_count : items);
         return;
     }
-    params.boundary_states = reinterpret_cast<float*>(call.workspace);
-    params.transitions = params.boundary_states + needed / sizeof(float) / 2;
+    const auto at = [&](std::size_t offset) { return reinterpret_cast<void*>(call.workspace + offset); };
+    params.boundary_states = static_cast<float*>(at(0));
+    params.transitions = static_cast<float*>(at(transitions_offset(plan, params.H, params.N)));
+    params.trial_states = static_cast<float*>(at(trial_states_offset(plan, params.H, params.N)));
+    params.forgotten = static_cast<unsigned long long*>(at(trial_flags_offset(plan, params.H, params.N)));
+    params.trial_segments = params.segments = plan.trial_segments;
+    params.segment_tokens = plan.trial_tokens;
+    launch(Pass::kTrial, items * plan.trial_segments);
     params.segments = plan.segments;
     params.segment_tokens = plan.segment_tokens;
     launch(Pass::kSummaries, items * (2 * plan.segments - 3));
     void* arguments[] = {&params};
-    driver.check(driver.launch(loaded.combine, kCombineBlocks, static_cast<unsigned>(params.H), static_cast<unsigned>(params.N), kCombineThreads, 1,
-                               1, 0, reinterpret_cast<CUstream>(stream), arguments, nullptr),
-                 "launching the kernel that chains segments");
+    start(loaded.combine, kCombineBlocks, static_cast<unsigned>(params.H), static_cast<unsigned>(params.N), kCombineThreads, 0, arguments);
     launch(Pass::kSegments, items * plan.segments);
 }
 

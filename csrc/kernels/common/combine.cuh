@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/common/combine.h"
+#include "kernels/common/forget.cuh"
 #include "kernels/common/params.h"
 
 namespace flash_kda {
@@ -14,6 +15,9 @@ __device__ __forceinline__ void combine(const ForwardParams& p) {
     constexpr int kInner = kHeadDim / kCombineParts;
     __shared__ __align__(16) float rows[kCombineRows][kHeadDim];          // of S_j
     __shared__ float partial[kCombineParts - 1][kCombineRows][kHeadDim];  // sums of the parts after the first
+    allow_next_kernel();
+    wait_for_earlier_kernels();
+    if (p.forgotten != nullptr && is_settled(p, blockIdx.z, blockIdx.y)) return;
     const int column = threadIdx.x % kHeadDim, part = threadIdx.x / kHeadDim;
     const auto state = [&](int segment) {
         const long long number = (static_cast<long long>(blockIdx.z) * p.segments + segment) * p.H + blockIdx.y;

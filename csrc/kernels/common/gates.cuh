@@ -32,14 +32,16 @@ __device__ __forceinline__ GateConstants gate_constants(const ForwardParams& p, 
     return {-a * kLog2E, reciprocal_approx(-bound)};
 }
 
-__device__ __forceinline__ void store_gate_bias(uint32_t bias, const ForwardParams& p, const GateConstants& gate, int head, int lane) {
+__device__ __forceinline__ float gate_bias(const ForwardParams& p, const GateConstants& gate, int head, int channel) {
     const float slope = p.gate == Gate::kBounded ? gate.slope : kLog2E, shift = p.gate == Gate::kBounded ? log2f(gate.floor) : 0.f;
+    // Finite, so that slope*g + bias is never inf - inf.
+    const float x = p.dt_bias == nullptr ? 0.f : slope * p.dt_bias[head * kHeadDim + channel];
+    return (x < -1e38f ? -1e38f : x > 1e38f ? 1e38f : x) + shift;
+}
+
+__device__ __forceinline__ void store_gate_bias(uint32_t bias, const ForwardParams& p, const GateConstants& gate, int head, int lane) {
 #pragma unroll
-    for (int channel = lane; channel < kHeadDim; channel += 32) {
-        // Finite, so that slope*g + bias is never inf - inf.
-        const float x = p.dt_bias == nullptr ? 0.f : slope * p.dt_bias[head * kHeadDim + channel];
-        store_float(bias + channel * 4, (x < -1e38f ? -1e38f : x > 1e38f ? 1e38f : x) + shift);
-    }
+    for (int channel = lane; channel < kHeadDim; channel += 32) store_float(bias + channel * 4, gate_bias(p, gate, head, channel));
     __syncwarp();
 }
 

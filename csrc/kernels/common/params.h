@@ -15,9 +15,12 @@ struct TokenStrides {
 // How a launch goes about its sequences. A sequence can be cut into segments to keep more multiprocessors busy: the state after a segment is
 // S_out = S_in P + B, with P and B independent of S_in. One launch finds B and P of the segments (P: the same scan, from the identity and with
 // v = 0), a small kernel the state at each boundary, another launch the outputs. See docs/kernel-notes.md.
+//
+// Where the gates forget a state within a few tokens, none of this is needed: see forget.cuh.
 enum class Pass : int {
     kWhole,      // every sequence from its first token to its last
-    kSummaries,  // B, P of all segments but the last; of the first, the state after it
+    kTrial,      // outputs and final states of those sequences whose states are forgotten before each segment
+    kSummaries,  // of the others, B and P of all segments but the last; of the first, the state after it
     kSegments,   // outputs and final states, segment by segment
 };
 
@@ -93,8 +96,14 @@ struct ForwardParams {
     float* handoff_states;
     unsigned long long* handoff_flags;
     unsigned long long handoff_ticket;
+    int may_forget;  // with handoff_states: items may be cut where their state turns out to be forgotten
+    // Of the passes over segments; null if there is no trial. [N, trial_segments, H]: whether the state is forgotten before a segment, but for the first.
+    // [N, H, V, K], fp32: final states of the trial.
+    unsigned long long* forgotten;
+    float* trial_states;
+    int trial_segments;
     Pass pass;
-    int segments;        // of each sequence
+    int segments;        // of each sequence, in this pass
     int segment_tokens;  // a multiple of kChunkTokens; the last segment may be shorter, or empty
     int T;               // tokens in one batch row (all tokens with cu_seqlens)
     int H;

@@ -5,6 +5,7 @@
 // Prepare warps take chunks round robin; one warp moves data; what scans the state is each kernel's own.
 #pragma once
 
+#include "kernels/common/forget.cuh"
 #include "kernels/common/prepare.cuh"
 #include "kernels/common/schedule.cuh"
 
@@ -151,7 +152,7 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
             barrier_wait(place.done(), place.phase);
             const uint32_t out = place.slot() + slot::kOut;
             const bool whole = item.valid(chunk) == kChunkTokens && (!Config::kGeneral || (p.by_hand & by_hand::kOut) == 0);
-            if (p.pass == Pass::kSummaries) {
+            if (item.window || p.pass == Pass::kSummaries) {
                 // no output
             } else if (!whole) {
                 store_rows<Config>(p, out, item, chunk, block.lane);
@@ -277,11 +278,17 @@ __device__ __forceinline__ int boundary_number(const ForwardParams& p, const Ite
     return (item.sequence * p.segments + segment) * p.H + item.head;
 }
 
+// The final state that the trial found.
+__device__ __forceinline__ StatePlace trial_place(const ForwardParams& p, const Item& item) {
+    return {p.trial_states, item.sequence * p.H + item.head, true};
+}
+
 __device__ __forceinline__ StatePlace initial_place(const ForwardParams& p, const Item& item) {
     if (item.taken_over >= 0) return {p.handoff_states, item.taken_over, true};
+    if (item.settled) return trial_place(p, item);
     // Segments read the caller's initial state from where the summaries put it: another block may have stored the final one over it by now.
     if (p.pass == Pass::kSegments) return {p.boundary_states, boundary_number(p, item, item.segment), true};
-    if (item.segment > 0) return {};
+    if (item.window || item.segment > 0) return {};
     return place_of(p, p.initial, item);
 }
 
@@ -296,7 +303,9 @@ __device__ __forceinline__ StatePlace final_place(const ForwardParams& p, const 
         if (item.transition) return {p.transitions, boundary_number(p, item, item.segment), true};
         return {p.boundary_states, boundary_number(p, item, item.segment + 1), true};
     }
-    if (p.pass == Pass::kSegments && item.segment != p.segments - 1) return {};
+    if (item.window || ((p.pass == Pass::kTrial || p.pass == Pass::kSegments) && item.segment != p.segments - 1)) return {};
+    // Not yet to the caller's place, where the initial state may lie, which the other passes need if other segments turn out not to be settled.
+    if (p.pass == Pass::kTrial) return trial_place(p, item);
     if (item.handed_on >= 0) return {p.handoff_states, item.handed_on, true, true};
     return place_of(p, p.final, item);
 }
@@ -307,19 +316,27 @@ __device__ __forceinline__ uint32_t left_at(const Block<Config>& block) {
     return block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + kKeptLeft;
 }
 
+// Whether the state before a window proved to be forgotten after it.
+template <class Config>
+__device__ __forceinline__ uint32_t forgotten_at(const Block<Config>& block) {
+    return block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes + kKeptForgotten;
+}
+
 // What a scan warp needs again after an item's last chunk, kept in shared memory meanwhile: its loop has no register to spare.
 struct Kept {
     StatePlace final;
     Walk walk;
+    bool judge;  // the state is P of a window
 };
 
 template <class Config>
-__device__ __forceinline__ void keep(const Block<Config>& block, const StatePlace& final, const Walk& walk, int chunks) {
+__device__ __forceinline__ void keep(const Block<Config>& block, const StatePlace& final, const Walk& walk, bool judge, int chunks) {
     const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes;
     const auto bits = reinterpret_cast<uint64_t>(final.base);
     const uint32_t words[4] = {
         static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32), static_cast<uint32_t>(final.number),
-        static_cast<uint32_t>(final.fp32) | static_cast<uint32_t>(final.handoff) << 1 | static_cast<uint32_t>(final.key_first) << 2};
+        static_cast<uint32_t>(final.fp32) | static_cast<uint32_t>(final.handoff) << 1 | static_cast<uint32_t>(final.key_first) << 2 |
+                                   static_cast<uint32_t>(judge) << 3 | static_cast<uint32_t>(walk.windows) << 4};
     store_u32x4(at, words);
     store_u32(at + 16, walk.number);
     store_u32(left_at(block), chunks);
@@ -332,7 +349,7 @@ __device__ __forceinline__ Kept kept(const Block<Config>& block) {
     const uint64_t bits = load_u32(at) | static_cast<uint64_t>(load_u32(at + 4)) << 32;
     const uint32_t flags = uniform(load_u32(at + 12));
     Kept kept = {{reinterpret_cast<const void*>(bits), static_cast<int>(load_u32(at + 8)), (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0},
-                 Walk(uniform(load_u32(at + 16)))};
+                 Walk(uniform(load_u32(at + 16)), static_cast<int>(flags >> 4)), (flags & 8) != 0};
     __syncwarp();
     return kept;
 }
@@ -413,7 +430,7 @@ __device__ __forceinline__ int next_save(const ForwardParams& p, const KeptSaves
 __device__ __forceinline__ void wait_for_handoff(const ForwardParams& p, int boundary, int rows, int lane) {
     unsigned long long* flag = p.handoff_flags + boundary * kScanWarps + rows;
     while (!__all_sync(~0u, observe(flag) == p.handoff_ticket)) __nanosleep(64);
-    publish(flag, 0, lane == 0);
+    store_elected(flag, 0, lane == 0);
 }
 
 __device__ __forceinline__ void announce_handoff(const ForwardParams& p, int boundary, int rows, int lane) {
@@ -424,6 +441,9 @@ __device__ __forceinline__ void announce_handoff(const ForwardParams& p, int bou
 
 template <class Config>
 __device__ __forceinline__ Block<Config>::Block(const ForwardParams& p) {
+    // The small blocks of the kernel that chains segments would crowd on the first multiprocessors that the summaries leave.
+    if (p.pass != Pass::kSummaries) allow_next_kernel();
+    wait_for_earlier_kernels();
     extern __shared__ char dynamic_shared[];
     const uint32_t unaligned = cute::cast_smem_ptr_to_uint(dynamic_shared);
     base = (unaligned + slot::kAlignment - 1) & ~(slot::kAlignment - 1);
@@ -437,6 +457,10 @@ __device__ __forceinline__ Block<Config>::Block(const ForwardParams& p) {
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+    if (p.may_forget || p.forgotten != nullptr) {
+        survey<Config>(p, base + Config::kScheduleOffset, base + Config::kScratchOffset);
+        __syncthreads();
+    }
     warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 }
 

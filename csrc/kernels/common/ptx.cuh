@@ -8,6 +8,7 @@
 #include <cute/arch/mma_sm80.hpp>
 
 #include "kernels/common/params.h"
+#include "kernels/common/ring.h"
 
 namespace flash_kda {
 
@@ -53,9 +54,9 @@ __device__ __forceinline__ void publish(unsigned long long* flag, unsigned long 
         "{\n"
         ".reg .pred elected;\n"
         "setp.ne.b32 elected, %2, 0;\n"
-        "fence.acq_rel.gpu;\n"
         "bar.warp.sync 0xffffffff;\n"
-        "@elected st.release.gpu.b64 [%0], %1;\n"
+        "fence.acq_rel.gpu;\n"
+        "@elected st.relaxed.gpu.b64 [%0], %1;\n"
         "}"
         :
         : "l"(flag), "l"(value), "r"(static_cast<int>(elected))
@@ -68,6 +69,29 @@ __device__ __forceinline__ unsigned long long observe(const unsigned long long* 
     return value;
 }
 
+// A flag for a later kernel, or one that nothing hangs on: a predicate for the same reason.
+__device__ __forceinline__ void store_elected(unsigned long long* to, unsigned long long value, bool elected) {
+    asm volatile(
+        "{\n"
+        ".reg .pred elected;\n"
+        "setp.ne.b32 elected, %2, 0;\n"
+        "@elected st.relaxed.gpu.b64 [%0], %1;\n"
+        "}"
+        :
+        : "l"(to), "l"(value), "r"(static_cast<int>(elected))
+        : "memory");
+}
+
+// Kernels of one call overlap: the next one's blocks may come to a multiprocessor as soon as it is free, once all blocks of this kernel have allowed it, and
+// wait there until what the earlier kernels wrote is there. Every block waits, so that the end of a kernel is the end of those before it.
+__device__ __forceinline__ void allow_next_kernel() {
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+}
+
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+}
+
 // This lane, read anew: where a register to hold it is one too many.
 __device__ __forceinline__ int fresh_lane() {
     int lane;
@@ -78,6 +102,22 @@ __device__ __forceinline__ int fresh_lane() {
 // The value of lane 0, which the compiler then knows to be the same in the whole warp.
 __device__ __forceinline__ int uniform(int x) {
     return __shfl_sync(~0u, x, 0);
+}
+
+// Whether it is so in some lane of the scan warps, which all come here.
+__device__ __forceinline__ bool any_scan_warp(bool here) {
+    int any;
+    asm volatile(
+        "{\n"
+        ".reg .pred here, any;\n"
+        "setp.ne.b32 here, %1, 0;\n"
+        "barrier.cta.red.or.pred any, 1, %2, here;\n"
+        "selp.b32 %0, 1, 0, any;\n"
+        "}"
+        : "=r"(any)
+        : "r"(static_cast<int>(here)), "n"(kScanWarps * 32)
+        : "memory");
+    return uniform(any) != 0;
 }
 
 // Four 8x8 b16 matrices; lane l gives the address of row l%8 of matrix l/8.

@@ -13,8 +13,9 @@ inline constexpr int kScratchStride = 20;
 inline constexpr int kBiasOffset = kChunkTokens * kScratchStride * 4;  // then the head's gate bias
 inline constexpr int kScratchBytes = kBiasOffset + kHeadDim * 4;
 inline constexpr int kBarriersPerStage = 3;
-// What each scan warp keeps while it goes through an item: its final place and walk, where to save states on the way, the chunks left.
-inline constexpr int kKeptBytes = 64, kKeptSaves = 20, kKeptLeft = 48;
+// What each scan warp keeps while it goes through an item: its final place and walk, where to save states on the way, the chunks left; and until the next
+// item but one, what a window has proved.
+inline constexpr int kKeptBytes = 64, kKeptSaves = 20, kKeptLeft = 48, kKeptForgotten = 52;
 inline constexpr int kScheduleBytes = 320;  // schedule.cuh
 
 // kGeneral: takes every form of input. Without it, what most calls are: see ForwardParams::general. They are compiled apart because the code of both
@@ -29,6 +30,7 @@ struct Ring {
     static constexpr int kPrepareWarps = kPrepareWarps_;
     static constexpr int kWarps = kScanWarps + kPrepareWarps + 1;  // the last one moves data
     static constexpr int kThreads = kWarps * 32;
+    static_assert(kThreads * 4 <= kPrepareWarps * kScratchBytes);  // forget.cuh
 
     static constexpr int kScratchOffset = kStages * slot::kBytes;
     static constexpr int kBarrierOffset = kScratchOffset + kPrepareWarps * kScratchBytes;

@@ -177,20 +177,4 @@ __device__ __forceinline__ void save_state(const State& s, const StatePlace& pla
     if (form == 2) store_state_key_first(s, state_element<unsigned short>(place, rows, lane));
 }
 
-// Where states are saved on the way, before an item's first chunk, between two and after the last: saves the state if it is wanted there, and returns how
-// many chunks to do until the next such pause; 0 at the end.
-template <class Config>
-__device__ __forceinline__ int pause(const ForwardParams& p, const Block<Config>& block, const State& s) {
-    const int left = uniform(load_u32(left_at(block)));
-    const KeptSaves saves = kept_saves(block);
-    // One loop, so that the stores are there once.
-#pragma unroll 1
-    for (int which = 0; which <= kMostMarks; ++which) save_state(s, save_place(p, saves, which), threadIdx.x / 32, fresh_lane());
-    const int next = left > 0 ? next_save(p, saves) : 0;
-    __syncwarp();
-    store_u32(left_at(block), left - next);
-    __syncwarp();
-    return next;
-}
-
 }  // namespace flash_kda

@@ -9,8 +9,7 @@
 // Measured cost: docs/kernel-notes.md.
 
 #include "kernels/common/combine.cuh"
-#include "kernels/common/pipeline.cuh"
-#include "kernels/common/state.cuh"
+#include "kernels/common/scan.cuh"
 #include "kernels/portable/config.h"
 
 namespace flash_kda::portable {
@@ -87,42 +86,11 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
     }
 }
 
-// kSaves: states are saved on the way. Compiled twice, so that the loop of those who want none keeps its registers.
-template <bool kSaves, class Config>
-__device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
-    Place<Config> place = block.first_place();
-    Walk walk = block.items();
-    for (Item item; block.next_item(p, walk, item);) {
-        keep(block, final_place(p, item), walk, item.count());
-        if (kSaves) keep_saves(block, p, item);
-        State s;
-        {
-            const int lane = fresh_lane();  // not kept through the loop
-            if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, block.warp, lane);
-            start_state(s, initial_place(p, item), item.transition, block.warp, lane);
-            save_state(s, copy_place(p, item), block.warp, lane);
-        }
-        if (kSaves) {
-            while (const int left = pause(p, block, s)) scan_chunks(s, place, left, block.warp);
-        } else {
-            scan_chunks(s, place, item.count(), block.warp);
-        }
-        const auto [final, walk_on] = kept(block);
-        walk = walk_on;
-        const int lane = fresh_lane();
-        save_state(s, final, block.warp, lane);
-        if (final.handoff) announce_handoff(p, final.number, block.warp, lane);
-    }
-}
-
 template <class Config>
 __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
     const Block<Config> block(p);
     if (block.warp < kScanWarps) {
-        if constexpr (Config::kGeneral) {
-            if (p.saves) return scan<true>(p, block);
-        }
-        scan<false>(p, block);
+        scan(p, block, [&](State& s, Place<Config>& place, int chunks) { scan_chunks(s, place, chunks, block.warp); });
     } else {
         feed(p, maps, block);
     }

@@ -11,8 +11,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "kernels/common/combine.cuh"
-#include "kernels/common/pipeline.cuh"
-#include "kernels/common/state.cuh"
+#include "kernels/common/scan.cuh"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/wgmma.cuh"
 
@@ -122,44 +121,13 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
     if (done_before != 0) hand_over(done_before);
 }
 
-// kSaves: states are saved on the way. Compiled twice, so that the loop of those who want none keeps its registers.
-template <bool kSaves, class Config>
-__device__ __forceinline__ void scan(const ForwardParams& p, const Block<Config>& block) {
-    const uint32_t v_offset = value_offset(block.warp, block.lane);
-    Place<Config> place = block.first_place();
-    Walk walk = block.items();
-    for (Item item; block.next_item(p, walk, item);) {
-        keep(block, final_place(p, item), walk, item.count());
-        if (kSaves) keep_saves(block, p, item);
-        State s;
-        {
-            const int warp = threadIdx.x / 32, lane = fresh_lane();  // not kept through the loop
-            if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, warp, lane);
-            start_state(s, initial_place(p, item), item.transition, warp, lane);
-            save_state(s, copy_place(p, item), warp, lane);
-        }
-        if (kSaves) {
-            while (const int left = pause(p, block, s)) scan_chunks(s, place, left, v_offset);
-        } else {
-            scan_chunks(s, place, item.count(), v_offset);
-        }
-        const auto [final, walk_on] = kept(block);
-        walk = walk_on;
-        const int warp = threadIdx.x / 32, lane = fresh_lane();
-        save_state(s, final, warp, lane);
-        if (final.handoff) announce_handoff(p, final.number, warp, lane);
-    }
-}
-
 template <class Config>
 __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
     const Block<Config> block(p);
     if (block.warp < kScanWarps) {
         cutlass::arch::warpgroup_reg_alloc<kScanRegisters>();
-        if constexpr (Config::kGeneral) {
-            if (p.saves) return scan<true>(p, block);
-        }
-        scan<false>(p, block);
+        const uint32_t v_offset = value_offset(block.warp, block.lane);
+        scan(p, block, [&](State& s, Place<Config>& place, int chunks) { scan_chunks(s, place, chunks, v_offset); });
     } else {
         cutlass::arch::warpgroup_reg_dealloc<kFeedRegisters>();
         feed(p, maps, block);
