@@ -109,7 +109,10 @@ def _explain(arguments: tuple[Any, ...], options: dict[str, Any]) -> Explanation
 
 def _why_cut(segments: bool, whole: bool, call_of: dict[str, Any]) -> str:
     if segments:
-        return "few and long sequences are cut into segments, since sequences times heads alone would not fill the GPU"
+        return (
+            "few and long sequences are cut into segments, since sequences times heads alone would not fill the GPU; "
+            "heads whose states are forgotten within 64 tokens do not wait at a cut"
+        )
     if call_of["batch_invariant"]:
         return "no sequence is cut into segments: the call asks for batch invariance"
     if whole:

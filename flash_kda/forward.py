@@ -64,8 +64,9 @@ def fwd(
     tensors' device, on torch's current stream there, and returns at once: it never waits for the GPU, allocates nothing but an
     ``out`` and a workspace (``get_workspace_size``) that were not given, and can be captured in a CUDA graph. Where sequences
     times heads would leave most of the GPU idle, a long sequence (one, or the rows of a batch) is cut into segments whose
-    states are chained exactly; that changes results by rounding alone, and ``batch_invariant`` or FLASH_KDA_SPLIT=0 in the
-    environment prevents it. On CPU tensors the call runs the reference (slow; warns once).
+    states are chained exactly, and where the gates prove to forget a state within 64 tokens, what follows a cut does not wait
+    for it; that changes results by rounding alone, and ``batch_invariant`` or FLASH_KDA_SPLIT=0 in the environment prevents
+    it. On CPU tensors the call runs the reference (slow; warns once).
 
     Args:
         q, k: bf16 ``[B, T, H, 128]``, raw; L2-normalised inside.
@@ -195,7 +196,7 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
 
     ``fwd`` allocates them itself, from torch's allocator, if it is given no ``workspace``. They hold states on their way from one
     block of the GPU to another: between segments, where few long sequences are cut into them (see ``fwd``), and where the work of
-    many heads is shared out evenly among the multiprocessors (at most 9 MB on an H200). Short calls need none. The answer is for
+    many tokens is shared out evenly among the multiprocessors (at most 9 MB on an H200). Short calls need none. The answer is for
     the current CUDA device, and enough for N rows of a batch as well as for N sequences in ``cu_seqlens``. 0 where no kernel can run.
 
     Raises:

@@ -148,7 +148,9 @@ def test_in_place_and_in_graphs(final: torch.dtype | None) -> None:
 
 
 # (tokens, heads) and how many times as long the call takes that may not forget, at least; the H200 gives 2.9, 4.9, 2.9, 1.7, 1.24.
-@pytest.mark.parametrize(("T", "H", "factor"), [(2048, 12, 2.2), (8192, 16, 3.5), (8192, 32, 2.2), (8192, 64, 1.4), (8192, 96, 1.1)], ids=str)
+@pytest.mark.parametrize(
+    ("T", "H", "factor"), [(2048, 12, 2.2), (8192, 16, 3.5), (8192, 32, 2.2), (8192, 64, 1.4), (8192, 96, 1.1)], ids=str
+)
 def test_forgetting_takes_less_time(T: int, H: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cases.make("cuda", None, H, STRONG, batch=(1, T), initial=FP32)
     times = {}

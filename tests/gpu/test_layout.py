@@ -52,10 +52,10 @@ def test_bound_and_scale_are_used() -> None:
 @pytest.mark.parametrize("split", ["0", "auto"])
 def test_no_hidden_allocation(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_KDA_SPLIT", split)
-    problem, _ = cases.fused_slices("cuda", cases.make("cuda", None, 8, batch=(2, 1000), initial=cases.FP32))
-    out = torch.empty(2, 1000, 8, cases.K, dtype=cases.BF16, device="cuda")
+    problem, _ = cases.fused_slices("cuda", cases.make("cuda", None, 8, batch=(2, 1100), initial=cases.FP32))
+    out = torch.empty(2, 1100, 8, cases.K, dtype=cases.BF16, device="cuda")
     state = torch.empty(2, 8, cases.K, cases.K, device="cuda")
-    workspace = flash_kda.get_workspace_size(2 * 1000, 8, 2)
+    workspace = flash_kda.get_workspace_size(2 * 1100, 8, 2)
     assert (workspace > 0) == (split == "auto")
     cases.call(problem, out, state)  # loads the module
     torch.cuda.synchronize()

@@ -76,7 +76,8 @@ __device__ __forceinline__ void survey(const ForwardParams& p, uint32_t at, uint
             // The cut before the segment; of the first, after it. What others do is in vain if one is left out, but takes no longer than a segment.
             windows = item.segment > 0;
             const int token = item.first + (windows ? 0 : item.tokens);
-            left_out = token - sequence_bounds(p, item.sequence).x < kWindowTokens || !seems_forgotten<Config>(p, scratch, item.batch, token, item.head);
+            left_out =
+                token - sequence_bounds(p, item.sequence).x < kWindowTokens || !seems_forgotten<Config>(p, scratch, item.batch, token, item.head);
             if (left_out && threadIdx.x == 0) p.forgotten[worker] = 0;
         } else if (is_settled(p, item.sequence, item.head)) {
             settled = p.pass == Pass::kSegments && item.segment == p.segments - 1;

@@ -333,10 +333,10 @@ template <class Config>
 __device__ __forceinline__ void keep(const Block<Config>& block, const StatePlace& final, const Walk& walk, bool judge, int chunks) {
     const uint32_t at = block.base + Config::kKeptOffset + threadIdx.x / 32 * kKeptBytes;
     const auto bits = reinterpret_cast<uint64_t>(final.base);
-    const uint32_t words[4] = {
-        static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32), static_cast<uint32_t>(final.number),
-        static_cast<uint32_t>(final.fp32) | static_cast<uint32_t>(final.handoff) << 1 | static_cast<uint32_t>(final.key_first) << 2 |
-                                   static_cast<uint32_t>(judge) << 3 | static_cast<uint32_t>(walk.windows) << 4};
+    const uint32_t words[4] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32), static_cast<uint32_t>(final.number),
+                               static_cast<uint32_t>(final.fp32) | static_cast<uint32_t>(final.handoff) << 1 |
+                                   static_cast<uint32_t>(final.key_first) << 2 | static_cast<uint32_t>(judge) << 3 |
+                                   static_cast<uint32_t>(walk.windows) << 4};
     store_u32x4(at, words);
     store_u32(at + 16, walk.number);
     store_u32(left_at(block), chunks);
@@ -349,7 +349,8 @@ __device__ __forceinline__ Kept kept(const Block<Config>& block) {
     const uint64_t bits = load_u32(at) | static_cast<uint64_t>(load_u32(at + 4)) << 32;
     const uint32_t flags = uniform(load_u32(at + 12));
     Kept kept = {{reinterpret_cast<const void*>(bits), static_cast<int>(load_u32(at + 8)), (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0},
-                 Walk(uniform(load_u32(at + 16)), static_cast<int>(flags >> 4)), (flags & 8) != 0};
+                 Walk(uniform(load_u32(at + 16)), static_cast<int>(flags >> 4)),
+                 (flags & 8) != 0};
     __syncwarp();
     return kept;
 }

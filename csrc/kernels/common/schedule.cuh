@@ -213,7 +213,8 @@ __device__ __forceinline__ void find_share(const ForwardParams& p, uint32_t at) 
     const int items = p.N * p.H * (p.pass == Pass::kWhole ? 1 : p.pass == Pass::kSummaries ? 2 * p.segments - 3 : p.segments);
     if (thread == 0) {
         store_first(at, {worker, 0}), store_last(at, {items, 0});
-        store_u32(at + share::kStep, workers), store_u32(at + share::kWorker, worker), store_u32(at + share::kWindows, 0), store_u32(at + share::kSettled, 0);
+        store_u32(at + share::kStep, workers), store_u32(at + share::kWorker, worker), store_u32(at + share::kWindows, 0),
+            store_u32(at + share::kSettled, 0);
     }
     // Without handing on, or where each has a worker to itself and its parts could only follow one another.
     if (p.handoff_states == nullptr || (items <= workers && !p.may_forget)) return;
