@@ -70,7 +70,7 @@ def test_tokens_that_forget_beside_tokens_that_do_not(name: str) -> None:
 def wandering(problem: cases.Problem) -> cases.Problem:
     """Every channel decays to nothing within 64 tokens, yet the state lives on: it is where the gate is shut, for 16 tokens in channel 0, then,
     moved there by a key that is the difference of both, in channel 1, and so on. Half of it survives a move."""
-    B, T, H, _ = problem.q.shape
+    T = problem.q.shape[1]
     token = torch.arange(T, device=problem.q.device)
     problem.g.fill_(30.0)
     problem.k[..., :2] = 0
