@@ -147,6 +147,41 @@ def test_in_place_and_in_graphs(final: torch.dtype | None) -> None:
                 cases.check_same(state, expected_state, f"state of a graph, {name}")
 
 
+@pytest.mark.parametrize("name", ["T=8192 H=16", "T=5003 H=64", "T=6000 H=96"])
+def test_a_graph_replayed_with_other_gates(name: str) -> None:
+    """What a replay hands on and does not need is gone before the next one, which does."""
+    problems = [make(name, gate, seed=56) for gate in (STRONG, WEAK, STRONG, WEAK)]
+    problem = make(name, STRONG, seed=57)
+    out, state, workspace = (
+        torch.empty_like(problem.v),
+        torch.empty_like(problem.initial_state),
+        poisoned_workspace(problem),
+    )
+    cases.call(problem, out, state, workspace=workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cases.call(problem, out, state, workspace=workspace)
+    for other in problems:
+        for field in (*cases.ROWS, "A_log", "dt_bias", "initial_state"):
+            getattr(problem, field).copy_(getattr(other, field))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected_out, expected_state = cases.run(other, workspace=poisoned_workspace(other))
+        cases.check_same(out, expected_out, "out of a replay")
+        cases.check_same(state, expected_state, "state of a replay")
+
+
+@pytest.mark.parametrize("name", ["T=5003 H=64", "T=6000 H=96", "one of 6000 among short"])
+def test_states_that_are_waited_for_change_no_bit(name: str) -> None:
+    problem = make(name, WEAK, seed=58)
+    expected = cases.run(problem, batch_invariant=True)
+    for _ in range(10):
+        for result, right in zip(cases.run(problem, workspace=poisoned_workspace(problem)), expected):
+            assert result is not None
+            cases.check_same(result, right, "result of a chain of blocks")
+
+
 # (tokens, heads) and how many times as long the call takes that may not forget, at least; the H200 gives 2.9, 4.9, 2.9, 1.7, 1.24.
 @pytest.mark.parametrize(
     ("T", "H", "factor"), [(2048, 12, 2.2), (8192, 16, 3.5), (8192, 32, 2.2), (8192, 64, 1.4), (8192, 96, 1.1)], ids=str

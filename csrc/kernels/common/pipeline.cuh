@@ -43,7 +43,8 @@ struct Block {
 
     // Ends with a block-wide barrier.
     __device__ __forceinline__ explicit Block(const ForwardParams& p);
-    __device__ __forceinline__ Walk items() const { return Walk(share::word(base + Config::kScheduleOffset, share::kFirst)); }
+    __device__ __forceinline__ int share(int word) const { return share::word(base + Config::kScheduleOffset, word); }
+    __device__ __forceinline__ Walk items() const { return Walk(share(share::kFirst)); }
     __device__ __forceinline__ bool next_item(const ForwardParams& p, Walk& walk, Item& item) const {
         return walk.next(p, base + Config::kScheduleOffset, item);
     }

@@ -54,6 +54,7 @@ __device__ __forceinline__ void publish(unsigned long long* flag, unsigned long 
         "{\n"
         ".reg .pred elected;\n"
         "setp.ne.b32 elected, %2, 0;\n"
+        "fence.acq_rel.gpu;\n"
         "bar.warp.sync 0xffffffff;\n"
         "fence.acq_rel.gpu;\n"
         "@elected st.relaxed.gpu.b64 [%0], %1;\n"

@@ -65,6 +65,10 @@ __device__ __forceinline__ void scan_items(const ForwardParams& p, const Block<C
         if (final.handoff) announce_handoff(p, final.number, warp, lane);
         if (!kSaves && to_judge) judge(p, block, s, walk);
     }
+    // A state that was not waited for has been handed on all the same, and its flag must be cleared: a replayed graph comes with the same ticket.
+    if (!kSaves && p.may_forget && block.share(share::kWindows) != 0 && uniform(load_u32(forgotten_at(block))) != 0) {
+        wait_for_handoff(p, block.share(share::kWorker) + 1, threadIdx.x / 32, fresh_lane());
+    }
 }
 
 template <class Config, class Chunks>
