@@ -4,7 +4,8 @@
 
 Paths: short and empty sequences, shares with and without cuts, windows that prove and that do not, segments on trial and chained, every form of input, states
 saved on the way. initcheck watches all kernels of the process, for with a filter it takes what torch wrote for unwritten. racecheck needs a module in which every
-lane arrives at the barriers (docs/kernel-notes.md, "Checks beyond the tests"), given as MODULE.
+lane arrives at the barriers (docs/kernel-notes.md, "Checks beyond the tests"), given as MODULE. The flags of the workspace are zeroed before each call: blocks poll
+them in memory that nobody wrote before, by design, for a ticket of 64 bits that it cannot hold.
 """
 
 from __future__ import annotations
@@ -40,9 +41,18 @@ def calls(native: str) -> None:
     import torch
     from kda_cases import FP32, STRONG, WEAK
 
+    import flash_kda
+
+    flags = (torch.cuda.get_device_properties(0).multi_processor_count + 1) * 64  # at a workspace's end
+
     def call(problem: cases.Problem, **extras: Any) -> None:
         state = None if problem.initial_state is None else torch.zeros_like(problem.initial_state)
-        cases.call(problem, torch.zeros_like(problem.v), state, **extras)
+        B, T, H = problem.v.shape[:3]
+        workspace = torch.empty(
+            max(flash_kda.get_workspace_size(B * T, H, problem.N), 16), dtype=torch.uint8, device="cuda"
+        )
+        workspace[-flags:].zero_()
+        cases.call(problem, torch.zeros_like(problem.v), state, workspace=workspace, **extras)
         torch.cuda.synchronize()
 
     call(cases.make("cuda", [i * 7 % 40 for i in range(70)], 2, STRONG, initial=FP32))
