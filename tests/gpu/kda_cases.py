@@ -15,6 +15,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 import record
 import torch
 from torch import Tensor
@@ -199,6 +200,15 @@ def median_microseconds(problem: Problem, warm_up: int, samples: int) -> float:
     for _ in range(warm_up):
         once()
     return statistics.median(once() for _ in range(samples))
+
+
+def microseconds_by_split(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Medians of a call whose sequences are cut where that pays ("auto"), and never ("0")."""
+    times = {}
+    for setting in ("auto", "0"):
+        monkeypatch.setenv("FLASH_KDA_SPLIT", setting)
+        times[setting] = median_microseconds(problem, warm_up=3, samples=9)
+    return times
 
 
 def rows_in_sequences(problem: Problem) -> Tensor:

@@ -190,10 +190,7 @@ def test_states_that_are_waited_for_change_no_bit(name: str) -> None:
 )
 def test_forgetting_takes_less_time(T: int, H: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cases.make("cuda", None, H, STRONG, batch=(1, T), initial=FP32)
-    times = {}
-    for setting in ("auto", "0"):
-        monkeypatch.setenv("FLASH_KDA_SPLIT", setting)
-        times[setting] = cases.median_microseconds(problem, warm_up=3, samples=9)
+    times = cases.microseconds_by_split(problem, monkeypatch)
     record.time(f"forgotten T={T} H={H}", times["auto"])
     assert times["auto"] * factor <= times["0"], times
 
@@ -202,9 +199,6 @@ def test_forgetting_takes_less_time(T: int, H: int, factor: float, monkeypatch: 
 @pytest.mark.parametrize(("T", "H"), [(1024, 8), (8192, 64), (8192, 96)], ids=str)
 def test_cuts_in_vain_cost_little(T: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cases.make("cuda", None, H, WEAK, batch=(1, T), initial=FP32)
-    times = {}
-    for setting in ("auto", "0"):
-        monkeypatch.setenv("FLASH_KDA_SPLIT", setting)
-        times[setting] = cases.median_microseconds(problem, warm_up=3, samples=9)
+    times = cases.microseconds_by_split(problem, monkeypatch)
     record.time(f"not forgotten T={T} H={H}", times["auto"])
     assert times["auto"] <= 1.05 * times["0"], times

@@ -119,10 +119,7 @@ def test_repeated_runs_and_graphs_give_the_same_bits() -> None:
 @pytest.mark.parametrize(("T", "H"), [(2048, 12), (4096, 8), (8192, 16), (8192, 32), (65536, 8), (65536, 4)], ids=str)
 def test_split_takes_less_time(T: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cases.make("cuda", None, H, WEAK, batch=(1, T), initial=FP32)
-    times = {}
-    for setting in ("auto", "0"):
-        monkeypatch.setenv("FLASH_KDA_SPLIT", setting)
-        times[setting] = cases.median_microseconds(problem, warm_up=3, samples=9)
+    times = cases.microseconds_by_split(problem, monkeypatch)
     record.time(f"split T={T} H={H}", times["auto"])
     record.time(f"whole T={T} H={H}", times["0"])
     assert times["auto"] <= 1.05 * times["0"], times
