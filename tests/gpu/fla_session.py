@@ -1,6 +1,5 @@
 """A session with flash-linear-attention, in a process of its own: calls of ``chunk_kda``, which backend ran each, and how far its
-results are from the fp64 recurrence. Prints them as JSON, and on stderr each
-case that is done.
+results are from the fp64 recurrence. Prints them as JSON, and on stderr each case that is done.
 
     python fla_session.py [--device cuda] [--old-torch]
 

@@ -184,6 +184,13 @@ def call(
     )
 
 
+def workspace_of(problem: Problem) -> Tensor:
+    """As large as a call of the problem takes; nobody has written to it."""
+    B, T = problem.q.shape[:2]
+    size = flash_kda.get_workspace_size(B * T, problem.H, problem.N)
+    return torch.empty(max(size, 16), dtype=torch.uint8, device=problem.q.device)
+
+
 def median_microseconds(problem: Problem, warm_up: int, samples: int) -> float:
     """CUDA-event median of a call with an fp32 final state."""
     out, state = torch.empty_like(problem.v), torch.empty_like(problem.initial_state)

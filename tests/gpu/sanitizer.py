@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-KERNELS = ("sm90", "portable-wide", "portable-narrow")
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from flash_kda.self_benchmark import KERNELS  # noqa: E402
+
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
 DONE = "all calls made"
 
 
 def calls(native: str) -> None:
     """The calls that are watched."""
-    sys.path[:0] = [str(HERE), str(HERE.parents[1])]
     if native:
         spec = importlib.util.spec_from_file_location("flash_kda._native", native)
         assert spec is not None
@@ -41,16 +43,11 @@ def calls(native: str) -> None:
     import torch
     from kda_cases import FP32, STRONG, WEAK
 
-    import flash_kda
-
     flags = (torch.cuda.get_device_properties(0).multi_processor_count + 1) * 64  # at a workspace's end
 
     def call(problem: cases.Problem, **extras: Any) -> None:
         state = None if problem.initial_state is None else torch.zeros_like(problem.initial_state)
-        B, T, H = problem.v.shape[:3]
-        workspace = torch.empty(
-            max(flash_kda.get_workspace_size(B * T, H, problem.N), 16), dtype=torch.uint8, device="cuda"
-        )
+        workspace = cases.workspace_of(problem)
         workspace[-flags:].zero_()
         cases.call(problem, torch.zeros_like(problem.v), state, workspace=workspace, **extras)
         torch.cuda.synchronize()
@@ -111,7 +108,6 @@ def main() -> int:
     if options.calls:
         calls(options.native)
         return 0
-    sys.path[:0] = [str(HERE), str(HERE.parents[1])]
     import torch
 
     from flash_kda import device_code

@@ -12,8 +12,6 @@ import kda_cases as cases  # noqa: E402
 import record  # noqa: E402
 from kda_cases import BF16, FP32, LIMIT, STRONG, WEAK  # noqa: E402
 
-import flash_kda  # noqa: E402
-
 # Few heads are first tried in segments (one sequence, or rows of a batch), many are cut where a share ends.
 SHAPES: dict[str, dict[str, Any]] = {
     "T=8192 H=16": {"batch": (1, 8192), "H": 16},
@@ -33,9 +31,7 @@ def make(name: str, gate: float, **changes: Any) -> cases.Problem:
 
 def poisoned_workspace(problem: cases.Problem) -> torch.Tensor:
     """One whose flags all say yes, and whose states are NaN."""
-    B, T, H = problem.v.shape[:3]
-    size = flash_kda.get_workspace_size(B * T, H, problem.N)
-    return torch.full((max(size, 16),), 0xFF, dtype=torch.uint8, device="cuda")
+    return cases.workspace_of(problem).fill_(0xFF)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -16,10 +16,10 @@ torch = pytest.importorskip("torch")
 import record  # noqa: E402
 
 from flash_kda import device_code  # noqa: E402
+from flash_kda.self_benchmark import KERNELS  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = Path(device_code.__file__).resolve().parent.parent
-KERNELS = ("sm90", "portable-wide", "portable-narrow")
 # Large cases that differ from the small ones in size alone are left to the preferred kernel.
 LEFT_OUT = "official_shapes or long_memory or more_than"
 # The same flash_kda as here, whatever lies in the current folder.
