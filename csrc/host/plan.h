@@ -18,8 +18,8 @@ struct Plan {
 };
 
 // For N sequences of at most T tokens and H heads. Depends on nothing but its arguments and FLASH_KDA_SPLIT (0: never cut; auto or unset), so that a
-// call can be captured and replayed. `whole`: without segments, and without forgetting. With offsets of several sequences there are no segments either: their lengths are
-// known on the device alone. Throws std::runtime_error for another value of FLASH_KDA_SPLIT.
+// call can be captured and replayed. `whole`: without segments, and without forgetting. With offsets of several sequences there are no segments
+// either: their lengths are known on the device alone. Throws std::runtime_error for another value of FLASH_KDA_SPLIT.
 Plan plan_call(int sm_count, int T, int H, int N, bool has_offsets, bool whole);
 
 // Parts of a workspace, in bytes from its start. Without segments: where the flags begin.
