@@ -119,7 +119,10 @@ def _why_cut(segments: bool, whole: bool, call_of: dict[str, Any]) -> str:
         return "no sequence is cut into segments: the call asks for states inside of sequences"
     if os.environ.get("FLASH_KDA_SPLIT") == "0":
         return "no sequence is cut into segments: FLASH_KDA_SPLIT=0"
-    return "no sequence is cut into segments: it would not pay"
+    return (
+        "no sequence is cut into segments: it would not pay; where one crosses the end of a block's share, "
+        "heads whose states are forgotten within 64 tokens do not wait"
+    )
 
 
 def _ordinal(device: Any) -> int:

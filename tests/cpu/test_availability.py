@@ -109,7 +109,10 @@ def test_a_call_that_is_cut(fake: fake_native.FakeNative) -> None:
 
 
 def test_calls_that_are_not_cut(fake: fake_native.FakeNative, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "it would not pay" in flash_kda.explain(**call_on("cuda")).reason
+    small = flash_kda.explain(**call_on("cuda")).reason
+    assert "it would not pay" in small
+    assert "forgotten within 64 tokens do not wait" in small
+    assert "forgotten" not in flash_kda.explain(**call_on("cuda", batch_invariant=True)).reason
     fake.workspace_bytes = 640
     states = torch.zeros(1, 2, 128, 128)
     for changes, reason in (
