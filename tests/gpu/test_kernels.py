@@ -1,5 +1,4 @@
-"""The kernels that this device could run but does not prefer: each gets the accuracy, layout, split and time tests, in its own
-process."""
+"""The kernels that this device could run but does not prefer: each gets the tests of results, states and times, in its own process."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from flash_kda.self_benchmark import KERNELS  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = Path(device_code.__file__).resolve().parent.parent
-# Large cases that differ from the small ones in size alone are left to the preferred kernel.
-LEFT_OUT = "official_shapes or long_memory or more_than"
+# Large cases that differ from the small ones in size alone are left to the preferred kernel, and so are times that were taken of it.
+LEFT_OUT = "official_shapes or long_memory or more_than or takes_less_time or in_vain or tokens_that_forget"
 # The same flash_kda as here, whatever lies in the current folder.
 START = f"import sys; sys.path.insert(0, {str(PACKAGE)!r}); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
@@ -41,6 +40,7 @@ def test_kernel(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             sys.executable, "-c", START, "-q", "-x", "-p", "no:cacheprovider", "-k", f"not ({LEFT_OUT})",
             "--record", str(target), str(HERE / "test_accuracy.py"), str(HERE / "test_layout.py"), str(HERE / "test_split.py"),
             str(HERE / "test_times.py"), str(HERE / "test_forms.py"), str(HERE / "test_states.py"),
+            str(HERE / "test_forget.py"),
         ],
         capture_output=True, text=True, check=False, timeout=300, cwd=HERE.parent.parent, env=os.environ,
     )  # fmt: skip
