@@ -63,6 +63,10 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--bandwidth", type=float, default=H200_BANDWIDTH, metavar="BYTES", help="bytes a second, for the floor (default: an H200's)"
     )  # fmt: skip
+    run.add_argument(
+        "--limit", type=float, metavar="SECONDS",
+        help="for all cases of a path together (default: 90 for each case); a peer that compiles many variants may need it",
+    )  # fmt: skip
     run.set_defaults(function=command_run)
 
     table = commands.add_parser("table", help="print a results file beside the peers and the targets")
@@ -116,7 +120,7 @@ def command_run(options: argparse.Namespace) -> int:
     fine = True
     for i, path in enumerate(paths):
         todo = cases(options.shapes, options.states, scaling=i == 0)
-        fine &= runner.run(path, todo, results, lambda text: print(text, flush=True))
+        fine &= runner.run(path, todo, results, lambda text: print(text, flush=True), limit=options.limit)
     if not results.content["rows"]:
         print("nothing was measured", file=sys.stderr)
         return 1

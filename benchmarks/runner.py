@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import queue
 import subprocess
@@ -81,6 +82,11 @@ class Results:
         else:
             self.content["failures"].append({**key, "why": answer["failure"]})
 
+    def add_not_run(self, case: Case, why: str) -> None:
+        """Note a failure, unless a row of the case is there."""
+        if not any(all(row[n] == case[n] for n in KEY) for row in self.content["rows"]):
+            self.add(case, {"failure": why})
+
     def write(self) -> None:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self.target.parent, delete=False) as file:
@@ -108,24 +114,37 @@ def run(
     log: Callable[[str], None],
     worker: Sequence[str] = WORKER,
     case_seconds: float = CASE_SECONDS,
+    limit: float | None = None,
 ) -> bool:
-    """Measure a path on every case; whether all went well. That it cannot run at all is said, and in no row."""
+    """Measure a path on every case; whether all went well. That it cannot run at all is said, and in no row.
+
+    ``limit``: seconds for all cases together, in place of those for each. What it leaves out is a failure that says so, unless the
+    file holds an earlier row of the same code.
+    """
     fine = True
+    end = math.inf if limit is None else time.monotonic() + limit
     todo = [{**case, "path": path, "floor_bandwidth": results.content["floor_bandwidth"]} for case in cases]
     while todo:
-        with _Worker(path, worker, case_seconds) as process:
+        with _Worker(path, worker) as process:
             try:
-                about = process.ask()["about"]
-            except WorkerLost as end:
-                log(f"{path}: cannot run: {end}")
+                about = process.ask(case_seconds)["about"]
+            except WorkerLost as why:
+                log(f"{path}: cannot run: {why}")
                 return False
             results.begin(path, about)
             lost = False
             while todo and not lost:
+                left = case_seconds if limit is None else end - time.monotonic()
+                if left <= 0:
+                    for case in todo:
+                        results.add_not_run(case, f"not run: the {limit:.0f} s for this path were over")
+                    results.write()
+                    log(f"{path}: {limit:.0f} s are over, {len(todo)} cases not run")
+                    return False
                 try:
-                    answer = process.ask(todo[0])
-                except WorkerLost as end:
-                    answer, lost = {"failure": str(end)}, True
+                    answer = process.ask(left, todo[0])
+                except WorkerLost as why:
+                    answer, lost = {"failure": str(why)}, True
                 results.add(todo[0], answer)
                 results.write()
                 log(_describe(todo.pop(0), answer))
@@ -136,8 +155,7 @@ def run(
 class _Worker:
     """One path's process, and its lines as they come."""
 
-    def __init__(self, path: str, command: Sequence[str], seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, path: str, command: Sequence[str]) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, path], cwd=ROOT, env={**os.environ, **PATHS[path].environment},
@@ -152,19 +170,19 @@ class _Worker:
             self.lines.put(line)
         self.lines.put("")  # the end
 
-    def ask(self, case: Case | None = None) -> dict[str, Any]:
+    def ask(self, seconds: float, case: Case | None = None) -> dict[str, Any]:
         """The answer to a case; without one, what the worker says of itself at its start."""
         if case is not None:
             assert self.process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its lines end then, too
                 self.process.stdin.write(json.dumps(case) + "\n")
                 self.process.stdin.flush()
-        deadline = time.monotonic() + self.seconds
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 line = self.lines.get(timeout=max(deadline - time.monotonic(), 0))
             except queue.Empty:
-                raise WorkerLost(f"no answer in {self.seconds:.0f} s") from None
+                raise WorkerLost(f"no answer in {seconds:.0f} s") from None
             if not line:
                 self.process.wait()
                 raise WorkerLost(f"the process ended: {self._last_words()}")

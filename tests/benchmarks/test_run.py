@@ -222,6 +222,21 @@ def test_what_fails_does_not_stop_the_rest(tmp_path: Path) -> None:
     assert "FAILED: the process ended" in said[1]
 
 
+def test_what_a_limit_leaves_out_is_said(tmp_path: Path) -> None:
+    _, first, _ = fake_run(tmp_path / "x.json", [2], ("fla",))
+    cases = [{"seq_lens": "8192", "heads": h, "regime": "weak", "state": "fp32"} for h in (1, 14, 2, 3)]
+    results = runner.Results(tmp_path / "x.json", 4.3e12, first)
+    said: list[str] = []
+    assert not runner.run("fla", cases, results, said.append, (sys.executable, "-c", FAKE_WORKER), limit=2)
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert [row["heads"] for row in content["rows"]] == [2, 1]  # 2: measured before, of the same code
+    failures = [(failure["heads"], failure["why"]) for failure in content["failures"]]
+    assert failures[1:] == [(3, "not run: the 2 s for this path were over")]
+    assert failures[0][0] == 14
+    assert "no answer in" in failures[0][1]
+    assert said[-1] == "fla: 2 s are over, 2 cases not run"
+
+
 def test_a_path_that_cannot_run_is_said(tmp_path: Path) -> None:
     results = runner.Results(tmp_path / "x.json", 4.3e12)
     said: list[str] = []
