@@ -1,10 +1,11 @@
 """compute-sanitizer over small calls that take every path, for each kernel; writes what it said as a record.
 
-    python tests/gpu/sanitizer.py --out FILE [--tools memcheck,synccheck,initcheck] [--native MODULE]
+    python tests/gpu/sanitizer.py --out FILE                                       # memcheck, synccheck, initcheck
+    python tests/gpu/sanitizer.py --out OTHER --tools racecheck --native MODULE
 
 Paths: short and empty sequences, shares with and without cuts, windows that prove and that do not, segments on trial and chained, every form of input, states
 saved on the way. initcheck watches all kernels of the process, for with a filter it takes what torch wrote for unwritten. racecheck needs a module in which every
-lane arrives at the barriers (docs/kernel-notes.md, "Checks beyond the tests"), given as MODULE. The flags of the workspace are zeroed before each call: blocks poll
+lane arrives at the barriers (docs/kernel-notes.md, "Checks beyond the tests"), given as MODULE and built from the sources of the installed one. The flags of the workspace are zeroed before each call: blocks poll
 them in memory that nobody wrote before, by design, for a ticket of 64 bits that it cannot hold.
 """
 
@@ -76,17 +77,17 @@ def check(tool: str, kernel: str, native: str) -> dict[str, Any]:
     command = ["compute-sanitizer", "--tool", tool]
     if tool != "initcheck":
         command += ["--kernel-regex", "kns=flash_kda"]
-    shown = [*command, "python", "tests/gpu/sanitizer.py", "--calls"]
+    shown = [f"FLASH_KDA_KERNEL={kernel}", *command, "python", "tests/gpu/sanitizer.py", "--calls"]
+    if native:
+        shown += ["--native", "MODULE"]
     command += [sys.executable, str(HERE / "sanitizer.py"), "--calls", "--native", native]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "FLASH_KDA_KERNEL": kernel},
-        timeout=180,
-        check=False,
-    )
-    text = done.stdout + done.stderr
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "FLASH_KDA_KERNEL": kernel}, timeout=180, check=False
+        )  # fmt: skip
+        text = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as end:
+        text = str(end)
     found = SUMMARY.findall(text)
     return {
         "tool": tool,
@@ -95,6 +96,12 @@ def check(tool: str, kernel: str, native: str) -> dict[str, Any]:
         "output": [line for line in text.splitlines() if SUMMARY.search(line)] or text.splitlines()[-20:],
         "errors": max(int(a or b) for a, b in found) if found and DONE in text else None,
     }
+
+
+def version() -> str:
+    """compute-sanitizer's, in its own words."""
+    said = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=True).stdout
+    return said.strip().splitlines()[-1]
 
 
 def main() -> int:
@@ -112,20 +119,24 @@ def main() -> int:
 
     from flash_kda import device_code
 
-    results = []
+    record: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "sanitizer": version(),
+        # Of the installed module. MODULE is another build of the same sources.
+        "cubins": [
+            {"unit": c.unit, "arch": c.arch, "sha256": c.sha256} for c in device_code.embedded() if c.arch == "90a"
+        ],
+        "every_lane_arrives": hashlib.sha256(Path(options.native).read_bytes()).hexdigest() if options.native else None,
+        "results": [],
+    }
+    results = record["results"]
     for tool in options.tools.split(","):
         for kernel in options.kernels.split(","):
             results.append(check(tool, kernel, options.native))
             print(results[-1]["tool"], results[-1]["kernel"], results[-1]["output"][-1], flush=True)
-    record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
-    if options.native:
-        record["module"] = hashlib.sha256(Path(options.native).read_bytes()).hexdigest()
-    else:
-        record["cubins"] = [
-            {"unit": c.unit, "arch": c.arch, "sha256": c.sha256} for c in device_code.embedded() if c.arch == "90a"
-        ]
-    if options.out is not None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            if options.out is not None:  # each time: what was found survives whatever comes later
+                options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if all(result["errors"] == 0 for result in results) else 1
 
 
