@@ -58,9 +58,7 @@ def lines(stem: str, results: Table, peers: Table, targets: Table) -> Iterator[s
     yield "Peers, unless the table says otherwise, were measured on the same kind of GPU on another day:"
     yield ""
     for name, about in peers["peers"].items():
-        yield f"- {about['name']}: {about['version']}; {about['note']}" + (
-            f". In this run: {results['paths'][name]['version']}" if name in results["paths"] else ""
-        )
+        yield f"- {about['name']}: {about['version']}; {about['note']}{along(results, name)}"
     yield ""
     yield peers["note"]
     yield ""
@@ -131,11 +129,13 @@ def comparison(stem: str, results: Table, peers: Table, targets: Table) -> Itera
         yield f"| error of {what}, relative to fp64 | {' | '.join(columns)} |"
     yield ""
     ratios = [cell.ratio for cell in found if cell.ratio is not None]
+    live = sum(row["path"] in peers["peers"] and row["state"] == "fp32" for row in results["rows"])
+    days = f", but for {live} cells of this run" if live else ""
     yield (
         f"{results['gpu']}, driver {results['driver']}, torch {results['torch']}, {results['date']}; kernel `{path}`, sha256 "
         f"`{about['cubin']['sha256'][:12]}...`. Over {len(ratios)} cells (shapes times gates) the best peer takes "
         f"{compare.geometric_mean(ratios):.2f} times as long as this kernel in the geometric mean, {min(ratios):.2f} times at least; "
-        f"errors are the largest of any shape. Peers were measured on the same kind of GPU on another day. Every shape, the portable "
+        f"errors are the largest of any shape. Peers were measured on the same kind of GPU on another day{days}. Every shape, the portable "
         f"kernel, what misses its target and how it was measured: [{page_name(stem)}]({page_name(stem)})."
     )
 
@@ -200,6 +200,22 @@ def with_fp32(found: list[Cell], peers: Table, targets: bool) -> Iterator[str]:
     yield ""
     yield "mixed: 1300, 547, 2048, 963, 271 and 3063 tokens. 8x1024: eight sequences of 1024 tokens."
     yield ""
+
+
+def along(results: Table, peer: str) -> str:
+    """Which cells of a peer are of this run, not of the peers' file, and which it did not give."""
+    of_peer = {kind: [row for row in results[kind] if row["path"] == peer] for kind in ("rows", "failures")}
+    if not any(of_peer.values()):
+        return ""
+    text = f". In this run, version {results['paths'][peer]['version']}: "
+    text += "; ".join(_case(row) for row in of_peer["rows"]) or "nothing"
+    if of_peer["failures"]:
+        text += ". Not measured in it: " + "; ".join(f"{_case(row)} ({row['why']})" for row in of_peer["failures"])
+    return text
+
+
+def _case(row: Mapping[str, Any]) -> str:
+    return f"{SHORT.get(row['seq_lens'], row['seq_lens'])}, {row['heads']} heads, {row['regime']}, {row['state']}"
 
 
 def other_states(found: list[Cell]) -> Iterator[str]:

@@ -42,6 +42,10 @@ def made_up(target: Path, shapes: int | None = None) -> dict[str, Any]:
     results.add(
         {"seq_lens": "7", "heads": 3, "regime": "weak", "state": "fp32", "path": "sm90"}, {"failure": "too slow"}
     )
+    results.add(
+        {"seq_lens": "9", "heads": 3, "regime": "weak", "state": "fp32", "path": "fla"},
+        {"failure": "not run: too late"},
+    )
     results.write()
     return results.content
 
@@ -67,7 +71,8 @@ def test_the_page_says_everything(tmp_path: Path) -> None:
                 )
                 assert f"{row['median_us']:.1f}" in line
     assert "not measured: too slow" in page
-    assert "In this run: 0.2" in page
+    assert "In this run, version 0.2: 8192, 96 heads, strong, fp32; 8192, 96 heads, weak, fp32; " in page
+    assert ". Not measured in it: 9, 3 heads, weak, fp32 (not run: too late)\n" in page
     named = set(re.findall(r"benchmarks/plots/(\S+?\.svg)", page))
     assert named == {file.name for file in written[1:]}
     assert len(named) == 2 * len(plots.NAMES)
@@ -95,6 +100,7 @@ def test_the_readme_shows_the_results(tmp_path: Path) -> None:
     assert text.startswith(f"before\n{report.README_BEGIN}\n")
     assert text.endswith(f"{report.README_END}\nafter\n")
     assert "old" not in text
+    assert "on another day, but for 58 cells of this run. " in text
     assert report.readme(text, tmp_path / "gpu.json") == text
     times = {
         (r["seq_lens"], r["heads"], r["regime"]): r["median_us"]
