@@ -38,17 +38,24 @@ UNITS = (
         "sm90",
         "kernels/sm90/forward.cu",
         ("90a",),
+        # Some words that are needed once an item, and where states are chained; none in the loops over chunks.
         spills_allowed=frozenset(
-            {"flash_kda_forward_sm90_general"}
-        ),  # four words, in the scan that saves states on the way
+            {"flash_kda_forward_sm90_general", "flash_kda_segments_sm90", "flash_kda_segments_sm90_general"}
+        ),
     ),
     Unit(
         "portable",
         "kernels/portable/forward.cu",
         tuple(arch.name for arch in ARCHS),
-        # Two or three words that are needed once an item, stored and fetched outside of the loop over chunks.
+        # Likewise.
         spills_allowed=frozenset(
-            {"flash_kda_forward_portable_wide_general", "flash_kda_forward_portable_narrow_general"}
+            f"flash_kda_{name}"
+            for width in ("wide", "narrow")
+            for name in (
+                f"forward_portable_{width}_general",
+                f"segments_portable_{width}",
+                f"segments_portable_{width}_general",
+            )
         ),
     ),
 )

@@ -7,7 +7,6 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "kernels/common/combine.h"
 #include "kernels/portable/config.h"
 #include "kernels/sm90/config.h"
 
@@ -48,17 +47,15 @@ class RelaxedCapture {
     CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
-template <class Ring>
-constexpr Kernel describe(const char* name, const char* unit, const char* entry, const char* general_entry) {
-    return {name, unit, entry, general_entry, Ring::kThreads, Ring::kDynamicSharedBytes};
-}
-
-// Best first.
+// Best first. The entry points are named in the units' sources.
+#define FLASH_KDA_ENTRIES(name) \
+    "flash_kda_forward_" name, "flash_kda_forward_" name "_general", "flash_kda_segments_" name, "flash_kda_segments_" name "_general"
 constexpr Kernel kKernels[] = {
-    describe<sm90::Usual>("sm90", "sm90", sm90::kEntry, sm90::kGeneralEntry),
-    describe<portable::Wide>("portable-wide", "portable", portable::kWideEntry, portable::kWideGeneralEntry),
-    describe<portable::Narrow>("portable-narrow", "portable", portable::kNarrowEntry, portable::kNarrowGeneralEntry),
+    {"sm90", "sm90", FLASH_KDA_ENTRIES("sm90"), sm90::Usual::kThreads, sm90::Usual::kDynamicSharedBytes},
+    {"portable-wide", "portable", FLASH_KDA_ENTRIES("portable_wide"), portable::Wide::kThreads, portable::Wide::kDynamicSharedBytes},
+    {"portable-narrow", "portable", FLASH_KDA_ENTRIES("portable_narrow"), portable::Narrow::kThreads, portable::Narrow::kDynamicSharedBytes},
 };
+#undef FLASH_KDA_ENTRIES
 
 const EmbeddedCubin* find_cubin(const char* unit, const DeviceInfo& info) {
     for (std::size_t i = 0; i < kEmbeddedCubinCount; ++i) {
@@ -101,9 +98,10 @@ LoadedKernel load_kernel(int index) {
             driver.check(driver.function_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, choice.kernel->shared_bytes),
                          "raising the kernel's shared-memory limit");
         };
-        find(loaded.function, choice.kernel->entry);
-        find(loaded.general, choice.kernel->general_entry);
-        driver.check(driver.module_function(&loaded.combine, module, kCombineEntry), "finding the entry point that chains segments");
+        find(loaded.forward.usual, choice.kernel->forward_entry);
+        find(loaded.forward.general, choice.kernel->general_forward_entry);
+        find(loaded.segments.usual, choice.kernel->segments_entry);
+        find(loaded.segments.general, choice.kernel->general_segments_entry);
     } catch (...) {
         driver.module_unload(module);
         throw;

@@ -20,14 +20,15 @@ struct DeviceInfo {
 int device_count();
 DeviceInfo device_info(int index);
 
-// A kernel: an entry point of a unit's cubin, and what its launch needs.
+// A kernel: entry points of a unit's cubin, and what their launch needs. A general entry is for calls that the usual one does not take
+// (ForwardParams::general).
 struct Kernel {
     const char* name;  // what the environment variable FLASH_KDA_KERNEL calls it
     const char* unit;
-    const char* entry;
-    const char* general_entry;  // for calls that the first does not take (ForwardParams::general)
-    int threads;                // in a block
-    int shared_bytes;           // dynamic, in a block
+    const char *forward_entry, *general_forward_entry;
+    const char *segments_entry, *general_segments_entry;
+    int threads;       // in a block
+    int shared_bytes;  // dynamic, in a block
 };
 
 struct Choice {
@@ -39,12 +40,16 @@ struct Choice {
 // reason if there is none.
 Choice choose_kernel(const DeviceInfo& info);
 
+struct Entries {
+    CUfunction usual = nullptr, general = nullptr;
+};
+
 // A device's kernel, loaded once into its primary context. Safe to call from any thread and during stream capture.
 struct LoadedKernel {
     const Kernel* kernel = nullptr;
     CUcontext context = nullptr;
-    CUfunction function = nullptr, general = nullptr;
-    CUfunction combine = nullptr;  // chains segments
+    Entries forward;
+    Entries segments;  // for calls that are cut into them: all blocks must be resident together
     int sm_count = 0;
 };
 const LoadedKernel& loaded_kernel(int index);

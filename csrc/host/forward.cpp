@@ -9,7 +9,7 @@
 #include "host/device.h"
 #include "host/driver.h"
 #include "host/plan.h"
-#include "kernels/common/combine.h"
+#include "kernels/common/segments.h"
 #include "kernels/common/slot.h"
 
 namespace flash_kda {
@@ -18,7 +18,6 @@ namespace {
 using slot::kPanelChannels;
 constexpr int kPanels = kHeadDim / kPanelChannels;
 constexpr int kElementBytes = 2;
-constexpr int kOverlapVersion = 12030;  // of the driver: kernels that overlap can be captured in graphs
 
 // Whether the copy engine can take a bf16 tensor: 16-byte aligned, strides that are multiples of 16 bytes and below 2^40.
 bool copyable(const TokenTensor& tensor, int B, int T, int heads) {
@@ -58,13 +57,11 @@ static_assert(sizeof(Maps) == 5 * 128 && alignof(Maps) == 64);
 Maps describe_tensors(const Driver& driver, ForwardParams& params, int B) {
     Maps maps = {};
     params.by_hand = 0;
-    params.load_bytes = 0;
     if (B == 0 || params.T == 0) return maps;  // the copy engine knows no empty tensor; without tokens nothing is moved
     const auto describe = [&](CUtensorMap& map, int which, const TokenTensor& tensor, int heads, int panels) {
         const bool fp32 = which == by_hand::kGate && params.g_is_fp32;
         if (!fp32 && copyable(tensor, B, params.T, heads)) {
             map = encode(driver, tensor, B, params.T, heads, panels);
-            if (which != by_hand::kOut) params.load_bytes += kPanels * slot::kPanelBytes;
         } else {
             params.by_hand |= which;
         }
@@ -77,10 +74,10 @@ Maps describe_tensors(const Driver& driver, ForwardParams& params, int B) {
     return maps;
 }
 
-// Never the same twice in a process, and hardly what fresh memory happens to hold.
+// Never the same twice in a process, and hardly what fresh memory happens to hold. Below 2^63.
 unsigned long long next_ticket() {
     static std::atomic<unsigned long long> ticket{static_cast<unsigned long long>(std::random_device{}()) * 0x9e3779b97f4a7c15ull};
-    return ++ticket;
+    return ++ticket & ~(1ull << 63);
 }
 
 }  // namespace
@@ -107,25 +104,23 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
     params.usual = params.gate == Gate::kBounded && !params.g_is_fp32 && params.normalise;
     const Maps maps = describe_tensors(driver, params, call.B);
     params.general = !params.usual || params.by_hand != 0 || params.saves;
-    CUlaunchConfig config = {};
-    config.hStream = reinterpret_cast<CUstream>(stream);
-    // A kernel may come to the multiprocessors before the one before it has left all of them; it waits there (ptx.cuh).
-    CUlaunchAttribute overlap = {};
-    overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    overlap.value.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &overlap;
-    const auto start = [&](CUfunction kernel, unsigned x, unsigned y, unsigned z, int threads, int shared_bytes, void** arguments) {
-        config.gridDimX = x, config.gridDimY = y, config.gridDimZ = z;
-        config.blockDimX = threads, config.blockDimY = config.blockDimZ = 1;
-        config.sharedMemBytes = shared_bytes;
-        driver.check(driver.launch(&config, kernel, arguments, nullptr), "launching a kernel");
-        if (driver.version >= kOverlapVersion) config.numAttrs = 1;  // of the next one
-    };
-    const auto launch = [&](Pass pass, long long blocks) {
-        params.pass = pass;
+    // Whether there was room for all blocks at once, if that is what it takes.
+    const auto launch = [&](const Entries& entries, int blocks, bool together) {
+        CUlaunchConfig config = {};
+        config.gridDimX = blocks, config.gridDimY = config.gridDimZ = 1;
+        config.blockDimX = loaded.kernel->threads, config.blockDimY = config.blockDimZ = 1;
+        config.sharedMemBytes = loaded.kernel->shared_bytes;
+        config.hStream = reinterpret_cast<CUstream>(stream);
+        CUlaunchAttribute cooperative = {};
+        cooperative.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+        cooperative.value.cooperative = 1;
+        config.attrs = &cooperative;
+        config.numAttrs = together ? 1 : 0;
         void* arguments[] = {&params, const_cast<Maps*>(&maps)};
-        start(params.general ? loaded.general : loaded.function, static_cast<unsigned>(std::min<long long>(blocks, loaded.sm_count)), 1, 1,
-              loaded.kernel->threads, loaded.kernel->shared_bytes, arguments);
+        const CUresult result = driver.launch(&config, params.general ? entries.general : entries.usual, arguments, nullptr);
+        if (together && result == CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE) return false;
+        driver.check(result, "launching a kernel");
+        return true;
     };
 
     const Plan plan = plan_call(loaded.sm_count, params.T, params.H, params.N, params.cu_seqlens != nullptr, call.whole);
@@ -134,30 +129,28 @@ void launch_forward(int device, std::uintptr_t stream, ForwardCall call) {
         throw std::runtime_error("flash_kda: this call needs " + std::to_string(needed) + " bytes of workspace, got " +
                                  std::to_string(call.workspace == 0 ? 0 : call.workspace_bytes));
     }
-    if (plan.segments == 1) {
-        if (needed > 0) {
-            params.handoff_states = reinterpret_cast<float*>(call.workspace);
-            params.handoff_flags = reinterpret_cast<unsigned long long*>(call.workspace + handoff_flags_offset(loaded.sm_count));
-            params.handoff_ticket = next_ticket();
-            params.may_forget = plan.may_forget;
-        }
-        launch(Pass::kWhole, plan.may_forget ? loaded.sm_count : items);
-        return;
+    const auto states_at = [&](std::size_t offset) { return reinterpret_cast<float*>(call.workspace + offset); };
+    const auto flags_at = [&](std::size_t offset) { return reinterpret_cast<unsigned long long*>(call.workspace + offset); };
+    params.ticket = next_ticket();
+    if (plan.segments > 1) {
+        const int blocks = static_cast<int>(items) * plan.segments;
+        const SegmentParts parts = segment_parts(blocks);
+        params.segment_states = states_at(0);
+        params.segment_transitions = states_at(parts.segment_transitions);
+        params.stretch_states = states_at(parts.stretch_states);
+        params.stretch_transitions = states_at(parts.stretch_transitions);
+        params.exchange = states_at(parts.exchange);
+        params.signals = flags_at(parts.signals);
+        params.segments = plan.segments, params.segment_tokens = plan.segment_tokens;
+        params.stretch_tokens = stretch_tokens(plan.segments, plan.segment_tokens);
+        // Where only part of the GPU is to be had (green contexts, MPS) the blocks may not be resident together: then as if nothing could be cut.
+        if (launch(loaded.segments, blocks, true)) return;
+    } else if (needed > 0) {
+        params.handoff_states = states_at(0);
+        params.handoff_flags = flags_at(handoff_flags_offset(loaded.sm_count));
+        params.may_forget = plan.may_forget;
     }
-    const auto at = [&](std::size_t offset) { return reinterpret_cast<void*>(call.workspace + offset); };
-    params.boundary_states = static_cast<float*>(at(0));
-    params.transitions = static_cast<float*>(at(transitions_offset(plan, params.H, params.N)));
-    params.trial_states = static_cast<float*>(at(trial_states_offset(plan, params.H, params.N)));
-    params.forgotten = static_cast<unsigned long long*>(at(trial_flags_offset(plan, params.H, params.N)));
-    params.trial_segments = params.segments = plan.trial_segments;
-    params.segment_tokens = plan.trial_tokens;
-    launch(Pass::kTrial, items * plan.trial_segments);
-    params.segments = plan.segments;
-    params.segment_tokens = plan.segment_tokens;
-    launch(Pass::kSummaries, items * (2 * plan.segments - 3));
-    void* arguments[] = {&params};
-    start(loaded.combine, kCombineBlocks, static_cast<unsigned>(params.H), static_cast<unsigned>(params.N), kCombineThreads, 0, arguments);
-    launch(Pass::kSegments, items * plan.segments);
+    launch(loaded.forward, static_cast<int>(plan.may_forget ? loaded.sm_count : std::min<long long>(items, loaded.sm_count)), false);
 }
 
 }  // namespace flash_kda

@@ -8,15 +8,15 @@
 
 #include "kernels/common/ring.h"
 #include "kernels/common/schedule.h"
+#include "kernels/common/segments.h"
 
 namespace flash_kda {
 namespace {
 
-// Shorter sequences, and segments, do not pay for three more launches and for filling the ring twice.
-constexpr int kLeastSplitTokens = 1024;
-constexpr int kLeastSegmentTokens = 256;
-// Segments on trial: the windows before one are as long as it.
-constexpr int kLeastTrialTokens = 128;
+// Of a sequence, and of a segment.
+constexpr int kLeastSplitTokens = 1024, kLeastSegmentTokens = 128;
+// In chunks: what segments cost besides scans, and what one without outputs costs.
+constexpr double kSplitCost = 20, kStateCost = .8;
 constexpr std::size_t kStateBytes = std::size_t{kHeadDim} * kHeadDim * sizeof(float);
 
 bool may_split() {
@@ -26,23 +26,17 @@ bool may_split() {
     throw std::runtime_error(std::string("flash_kda: FLASH_KDA_SPLIT=") + setting + " is unknown; expected auto or 0");
 }
 
-// Cuts T tokens into at most so many segments; how many there are then, and of how many tokens.
-void cut(int T, long long wanted, int& segments, int& tokens) {
-    const long long each = ((T + wanted - 1) / wanted + kChunkTokens - 1) / kChunkTokens * kChunkTokens;
-    tokens = static_cast<int>(each);
-    segments = static_cast<int>((T + each - 1) / each);
-}
-
 Plan plan_segments(int sm_count, int T, int H, int N, bool has_offsets) {
     Plan plan;
     const long long items = static_cast<long long>(N) * H;
-    if (items <= 0 || 3 * items > sm_count || T < kLeastSplitTokens || (has_offsets && N > 1)) return plan;
-    // The first of two passes has 2 * segments - 3 items for each sequence and head: as many segments as still run at once.
-    const long long wanted = std::min<long long>((sm_count + 3 * items) / (2 * items), T / kLeastSegmentTokens);
-    if (wanted < 3) return plan;  // with two, both passes together take as long as one
-    cut(T, wanted, plan.segments, plan.segment_tokens);
-    cut(T, std::min<long long>(sm_count / items, T / kLeastTrialTokens), plan.trial_segments, plan.trial_tokens);
-    plan.workspace_bytes = trial_flags_offset(plan, H, N) + static_cast<std::size_t>(items) * plan.trial_segments * sizeof(unsigned long long);
+    if (items <= 0 || 2 * items > sm_count || T < kLeastSplitTokens || (has_offsets && N > 1)) return {};
+    const long long wanted = std::min<long long>(sm_count / items, T / kLeastSegmentTokens);
+    const int chunks = (T - 1) / kChunkTokens + 1, each = static_cast<int>((chunks + wanted - 1) / wanted);
+    plan.segment_tokens = each * kChunkTokens;
+    plan.segments = (chunks + each - 1) / each;
+    const int stretch = stretch_tokens(plan.segments, plan.segment_tokens) / kChunkTokens;
+    if (kSplitCost + kStateCost * stretch + each > chunks) return {};
+    plan.workspace_bytes = segment_parts(static_cast<int>(items) * plan.segments).end;
     return plan;
 }
 
@@ -72,16 +66,10 @@ std::size_t handoff_flags_offset(int sm_count) {
     return (sm_count + 1) * kStateBytes;
 }
 
-std::size_t transitions_offset(const Plan& plan, int H, int N) {
-    return kStateBytes * N * plan.segments * H;
-}
-
-std::size_t trial_states_offset(const Plan& plan, int H, int N) {
-    return 2 * transitions_offset(plan, H, N);
-}
-
-std::size_t trial_flags_offset(const Plan& plan, int H, int N) {
-    return trial_states_offset(plan, H, N) + kStateBytes * N * H;
+SegmentParts segment_parts(int blocks) {
+    const std::size_t states = blocks * kStateBytes;
+    const std::size_t signals = 4 * states + static_cast<std::size_t>(blocks) * kExchangeBytes;
+    return {states, 2 * states, 3 * states, 4 * states, signals, signals + blocks * kSignals * sizeof(unsigned long long)};
 }
 
 }  // namespace flash_kda

@@ -3,7 +3,7 @@
     python tests/gpu/sanitizer.py --out FILE                                       # memcheck, synccheck, initcheck
     python tests/gpu/sanitizer.py --out OTHER --tools racecheck --native MODULE
 
-Paths: short and empty sequences, shares with and without cuts, windows that prove and that do not, segments on trial and chained, every form of input, states
+Paths: short and empty sequences, shares with and without cuts, windows that prove and that do not, segments with them and chained, every form of input, states
 saved on the way. initcheck watches all kernels of the process, for with a filter it takes what torch wrote for unwritten. racecheck needs a module in which every
 lane arrives at the barriers (docs/kernel-notes.md, "Checks beyond the tests"), given as MODULE and built from the sources of the installed one. The flags of the workspace are zeroed before each call: blocks poll
 them in memory that nobody wrote before, by design, for a ticket of 64 bits that it cannot hold.
@@ -44,7 +44,9 @@ def calls(native: str) -> None:
     import torch
     from kda_cases import FP32, STRONG, WEAK
 
-    flags = (torch.cuda.get_device_properties(0).multi_processor_count + 1) * 64  # at a workspace's end
+    flags = (
+        torch.cuda.get_device_properties(0).multi_processor_count + 1
+    ) * 88  # bytes at a workspace's end that hold them
 
     def call(problem: cases.Problem, **extras: Any) -> None:
         state = None if problem.initial_state is None else torch.zeros_like(problem.initial_state)
@@ -57,6 +59,7 @@ def calls(native: str) -> None:
     call(cases.equal_keys("cuda", 40, 1))
     for gate in (STRONG, WEAK):
         call(cases.make("cuda", None, 2, gate, batch=(1, 1040), initial=FP32))
+        call(cases.make("cuda", None, 60, gate, batch=(1, 2000), initial=FP32))
         call(cases.make("cuda", None, 96, gate, batch=(1, 1600), initial=FP32))
     mixed = cases.make("cuda", None, 3, STRONG, batch=(1, 1040), initial=FP32)
     mixed.g[:, :, ::2] -= 7

@@ -12,7 +12,7 @@ import kda_cases as cases  # noqa: E402
 import record  # noqa: E402
 from kda_cases import BF16, FP32, LIMIT, STRONG, WEAK  # noqa: E402
 
-# Few heads are first tried in segments (one sequence, or rows of a batch), many are cut where a share ends.
+# One sequence, or rows of a batch, of few heads are cut into segments, the others where a share ends.
 SHAPES: dict[str, dict[str, Any]] = {
     "T=8192 H=16": {"batch": (1, 8192), "H": 16},
     "T=1100 H=1": {"batch": (1, 1100), "H": 1},
@@ -88,7 +88,7 @@ def wandering(problem: cases.Problem) -> cases.Problem:
 
 def test_channels_that_decay_are_no_proof() -> None:
     """What the survey of decays takes for forgotten, and the window's P shows to be alive."""
-    for H, T in ((8, 2048), (64, 5003)):
+    for H, T in ((8, 2048), (64, 5003), (96, 6000)):
         problem = wandering(cases.make("cuda", None, H, batch=(1, T), initial=FP32, seed=53))
         one = problem.heads([0]).part(T - 64, T)
         decays = cases.log_decays(one).sum(1)
@@ -124,7 +124,7 @@ def test_forms_that_forget() -> None:
 
 @pytest.mark.parametrize("final", [None, BF16, FP32], ids=str)
 def test_in_place_and_in_graphs(final: torch.dtype | None) -> None:
-    for name in ("T=8192 H=16", "T=5003 H=64"):
+    for name in ("T=8192 H=16", "T=5003 H=64", "T=6000 H=96"):
         problem = make(name, STRONG, seed=55, initial=final)
         expected_out, expected_state = cases.run(problem, final)
         out = torch.empty_like(problem.v)
@@ -170,7 +170,7 @@ def test_a_graph_replayed_with_other_gates(name: str) -> None:
         cases.check_same(state, expected_state, "state of a replay")
 
 
-@pytest.mark.parametrize("name", ["T=5003 H=64", "T=6000 H=96", "one of 6000 among short"])
+@pytest.mark.parametrize("name", ["T=6000 H=96", "one of 6000 among short"])
 def test_states_that_are_waited_for_change_no_bit(name: str) -> None:
     problem = make(name, WEAK, seed=58)
     expected = cases.run(problem, batch_invariant=True)
@@ -180,7 +180,7 @@ def test_states_that_are_waited_for_change_no_bit(name: str) -> None:
             cases.check_same(result, right, "result of a chain of blocks")
 
 
-# (tokens, heads) and how many times as long the call takes that may not forget, at least; the H200 gives 2.9, 4.9, 2.9, 1.7, 1.24.
+# (tokens, heads) and how many times as long the call takes that may not forget, at least; the H200 gives 3.4, 5, 2.9, 1.6, 1.25.
 @pytest.mark.parametrize(
     ("T", "H", "factor"), [(2048, 12, 2.2), (8192, 16, 3.5), (8192, 32, 2.2), (8192, 64, 1.4), (8192, 96, 1.1)], ids=str
 )
@@ -191,10 +191,13 @@ def test_forgetting_takes_less_time(T: int, H: int, factor: float, monkeypatch: 
     assert times["auto"] * factor <= times["0"], times
 
 
-# (tokens, heads): where nothing is forgotten, cuts cost next to nothing.
+# (tokens, heads): where nothing is forgotten, cuts cost next to nothing, even if windows are gone through in vain.
+@pytest.mark.parametrize("seems_forgotten", [False, True], ids=["weak", "wandering"])
 @pytest.mark.parametrize(("T", "H"), [(1024, 8), (8192, 64), (8192, 96)], ids=str)
-def test_cuts_in_vain_cost_little(T: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts_in_vain_cost_little(T: int, H: int, seems_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cases.make("cuda", None, H, WEAK, batch=(1, T), initial=FP32)
+    if seems_forgotten:
+        problem = wandering(problem)
     times = cases.microseconds_by_split(problem, monkeypatch)
-    record.time(f"not forgotten T={T} H={H}", times["auto"])
+    record.time(f"{'wandering' if seems_forgotten else 'not forgotten'} T={T} H={H}", times["auto"])
     assert times["auto"] <= 1.05 * times["0"], times

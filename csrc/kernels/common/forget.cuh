@@ -29,7 +29,7 @@ __device__ __forceinline__ bool seems_forgotten(const ForwardParams& p, uint32_t
     const bool fp32 = Config::kGeneral && p.g_is_fp32;
     float sum = 0.f;
     if (group < kGroups) {
-#pragma unroll 4
+#pragma unroll 16
         for (int t = group; t < kWindowTokens; t += kGroups) {
             const long long at = batch * p.g.strides.batch + (token - kWindowTokens + t) * p.g.strides.token + head * p.g.strides.head + channel;
             const float g = fp32 ? static_cast<const float*>(p.g.data)[at] : bf16_low(static_cast<const unsigned short*>(p.g.data)[at]);
@@ -48,46 +48,15 @@ __device__ __forceinline__ bool seems_forgotten(const ForwardParams& p, uint32_t
     return __syncthreads_and(all >= kPromisingDecay);  // not for a NaN
 }
 
-// Whether the trial has done all of a sequence of a head, by all threads of the block.
-__device__ __forceinline__ bool is_settled(const ForwardParams& p, int sequence, int head) {
-    bool all = true;
-    for (int segment = 1 + threadIdx.x; segment < p.trial_segments; segment += blockDim.x) {
-        all &= p.forgotten[(sequence * p.trial_segments + segment) * p.H + head] != 0;
-    }
-    return __syncthreads_and(all);
-}
-
-// Sees at a block's start what is to be done with its share: whether windows lead up to its part of an item, or its segment is left out. By all threads, after
-// find_share and a barrier; another one must follow. In passes over segments a block has one at most.
+// Sees at a block's start whether windows lead up to its part of an item. By all threads, after find_share and a barrier; another one must follow.
 template <class Config>
-__device__ __forceinline__ void survey(const ForwardParams& p, uint32_t at, uint32_t scratch) {
-    const int worker = share::word(at, share::kWorker), last = share::word(at, share::kLast);
-    bool windows = false, settled = false, left_out = false;
-    if (p.pass == Pass::kWhole) {
-        const int last_cut = share::word(at, share::kLastCut);
-        if (!p.may_forget || last_cut == 0) return;
-        const Item item = find_whole(p, last);
-        if (item.count() < share::word(at, share::kLong)) return;
-        windows = seems_forgotten<Config>(p, scratch, item.batch, item.first + (item.count() - last_cut) * kChunkTokens, item.head);
-    } else {
-        if (p.forgotten == nullptr || worker >= last) return;
-        const Item item = find_segment(p, worker);
-        if (p.pass == Pass::kTrial) {
-            // The cut before the segment; of the first, after it. What others do is in vain if one is left out, but takes no longer than a segment.
-            windows = item.segment > 0;
-            const int token = item.first + (windows ? 0 : item.tokens);
-            left_out =
-                token - sequence_bounds(p, item.sequence).x < kWindowTokens || !seems_forgotten<Config>(p, scratch, item.batch, token, item.head);
-            if (left_out && threadIdx.x == 0) p.forgotten[worker] = 0;
-        } else if (is_settled(p, item.sequence, item.head)) {
-            settled = p.pass == Pass::kSegments && item.segment == p.segments - 1;
-            left_out = !settled;
-        }
-    }
-    if (threadIdx.x == 0) {
-        store_u32(at + share::kWindows, windows ? 2 : 0), store_u32(at + share::kSettled, settled);
-        if (left_out) store_u32(at + share::kFirst, last);
-    }
+__device__ __forceinline__ void survey_share(const ForwardParams& p, uint32_t at, uint32_t scratch) {
+    const int last_cut = share::word(at, share::kLastCut);
+    if (last_cut == 0) return;
+    const Item item = find_whole(p, share::word(at, share::kLast));
+    if (item.count() < share::word(at, share::kLong)) return;
+    const bool tries = seems_forgotten<Config>(p, scratch, item.batch, item.first + (item.count() - last_cut) * kChunkTokens, item.head);
+    if (tries && threadIdx.x == 0) store_u32(at + share::kWindows, 2);
 }
 
 }  // namespace flash_kda

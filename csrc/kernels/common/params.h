@@ -12,18 +12,6 @@ struct TokenStrides {
     long long batch, token, head;
 };
 
-// How a launch goes about its sequences. A sequence can be cut into segments to keep more multiprocessors busy: the state after a segment is
-// S_out = S_in P + B, with P and B independent of S_in. One launch finds B and P of the segments (P: the same scan, from the identity and with
-// v = 0), a small kernel the state at each boundary, another launch the outputs. See docs/kernel-notes.md.
-//
-// Where the gates forget a state within a few tokens, none of this is needed: see forget.cuh.
-enum class Pass : int {
-    kWhole,      // every sequence from its first token to its last
-    kTrial,      // outputs and final states of those sequences whose states are forgotten before each segment
-    kSummaries,  // of the others, B and P of all segments but the last; of the first, the state after it
-    kSegments,   // outputs and final states, segment by segment
-};
-
 // How the natural-log decay of a token follows from g.
 enum class Gate : int {
     kBounded,    // lower_bound * sigmoid(exp(A_log) * (g + dt_bias))
@@ -76,8 +64,7 @@ struct ForwardParams {
     int snapshot_rows;
     int marks_each;
     int by_hand;
-    int load_bytes;  // of a chunk, that the copy engine brings
-    int group;       // value heads that share a query and a key
+    int group;  // value heads that share a query and a key
     Gate gate;
     int usual;    // gate bounded, g in bf16, q and k normalised here
     int general;  // or else, or something by hand, or states saved on the way: only kernels compiled for it (ring.h)
@@ -87,25 +74,24 @@ struct ForwardParams {
     int beta_is_logit;
     float beta_factor;
     int cu_seqlens_is_int64;
-    // Only with segments, fp32. [N, segments, H, V, K]: at the start of segment j, first B of the segment before, then the state (of segment 0 the
-    // initial one). [N, segments, H, K, K]: P of segment j, for 1 <= j < segments - 1.
-    float* boundary_states;
-    float* transitions;
-    // Or, when whole items are shared out among blocks (schedule.cuh): at boundary b the state [b, V, K], fp32, of the item that is cut there, and flags
-    // [b, 8], one for each 16 rows of V: equal to handoff_ticket once these rows have been written. Null: no item is cut.
+    // If items are cut into segments (segments.cuh), for each block, all fp32: the state at the start of its segment, what its scans make of zero up to there
+    // or the state itself [blocks, V, K], and what they make of the identity [blocks, K', K], transposed; and the same two at the ends of stretches.
+    float* segment_states;
+    float* segment_transitions;
+    float* stretch_states;
+    float* stretch_transitions;
+    float* exchange;              // [blocks, 16, 144]: for kernels without room for it in shared memory
+    unsigned long long* signals;  // [blocks, 11]
+    int segments;                 // of each sequence
+    int segment_tokens;           // a multiple of kChunkTokens; the last segment may be shorter, or empty
+    int stretch_tokens;           // likewise
+    // When whole items are shared out among blocks (schedule.cuh): at boundary b the state [b, V, K], fp32, of the item that is cut there, and flags
+    // [b, 8], one for each 16 rows of V: equal to `ticket` once these rows have been written. Null: no item is cut.
     float* handoff_states;
     unsigned long long* handoff_flags;
-    unsigned long long handoff_ticket;
-    int may_forget;  // with handoff_states: items may be cut where their state turns out to be forgotten
-    // Of the passes over segments; null if there is no trial. [N, trial_segments, H]: whether the state is forgotten before a segment, but for the first.
-    // [N, H, V, K], fp32: final states of the trial.
-    unsigned long long* forgotten;
-    float* trial_states;
-    int trial_segments;
-    Pass pass;
-    int segments;        // of each sequence, in this pass
-    int segment_tokens;  // a multiple of kChunkTokens; the last segment may be shorter, or empty
-    int T;               // tokens in one batch row (all tokens with cu_seqlens)
+    unsigned long long ticket;  // of this launch, below 2^63
+    int may_forget;             // with handoff_states: items may be cut where their state turns out to be forgotten
+    int T;                      // tokens in one batch row (all tokens with cu_seqlens)
     int H;
     int N;
     float scale;

@@ -8,6 +8,7 @@
 #include "kernels/common/forget.cuh"
 #include "kernels/common/prepare.cuh"
 #include "kernels/common/schedule.cuh"
+#include "kernels/common/segments.cuh"
 
 namespace flash_kda {
 
@@ -35,6 +36,9 @@ struct Place {
     }
 };
 
+template <class Config>
+using WalkOf = cute::conditional_t<Config::kSegments, SegmentWalk, Walk>;
+
 // What a block knows of itself.
 template <class Config>
 struct Block {
@@ -44,14 +48,27 @@ struct Block {
     // Ends with a block-wide barrier.
     __device__ __forceinline__ explicit Block(const ForwardParams& p);
     __device__ __forceinline__ int share(int word) const { return share::word(base + Config::kScheduleOffset, word); }
-    __device__ __forceinline__ Walk items() const { return Walk(share(share::kFirst)); }
-    __device__ __forceinline__ bool next_item(const ForwardParams& p, Walk& walk, Item& item) const {
+    __device__ __forceinline__ WalkOf<Config> items() const {
+        if constexpr (Config::kSegments) {
+            return WalkOf<Config>(SegmentWalk::kBegin);
+        } else {
+            return WalkOf<Config>(share(share::kFirst));
+        }
+    }
+    __device__ __forceinline__ bool next_item(const ForwardParams& p, WalkOf<Config>& walk, Item& item) const {
         return walk.next(p, base + Config::kScheduleOffset, item);
     }
     __device__ __forceinline__ Place<Config> first_place() const { return {base, 0, 0}; }
 };
 
 // ---- move ----------------------------------------------------------------------------------------------------------------------------
+
+// Tiles that an item has no use for: for states alone there are no queries, and for P no values.
+template <class Config>
+__device__ __forceinline__ int unwanted(const Item& item) {
+    if (!Config::kSegments || item.stretch < 0) return 0;
+    return by_hand::kQuery | (item.transition ? by_hand::kValue : 0);
+}
 
 // What the copy engine cannot take is left to the warp that prepares the chunk.
 template <class Config>
@@ -60,8 +77,10 @@ __device__ __forceinline__ void load_chunk(const ForwardParams& p, const Maps& m
     const int token = item.first + chunk * kChunkTokens;
     auto* full = reinterpret_cast<uint64_t*>(shared_pointer(place.full()));
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    const int others = Config::kGeneral ? p.by_hand : 0;
-    barrier_expect_bytes(place.full(), Config::kGeneral ? p.load_bytes : slot::kLoadBytes);
+    // By hand, or not at all: states alone want no queries, and P no values.
+    const int others = (Config::kGeneral ? p.by_hand : 0) | unwanted<Config>(item);
+    barrier_expect_bytes(place.full(),
+                         Config::kGeneral || Config::kSegments ? 2 * slot::kPanelBytes * (4 - __popc(others & ~by_hand::kOut)) : slot::kLoadBytes);
     using Load = cute::SM90_TMA_LOAD_5D;
     const int key_head = p.group == 1 ? item.head : item.head / p.group;
     // Coordinates: channel in panel, token, panel, head, batch row.
@@ -90,7 +109,7 @@ __device__ __forceinline__ void prefetch_gate(const ForwardParams& p, const Item
 // Loads a block's chunks one after the other, through all its items.
 template <class Config>
 struct Loader {
-    Walk walk;
+    WalkOf<Config> walk;
     Place<Config> place;
     Item item = {};
     int chunk = 0, count = 0;
@@ -146,14 +165,14 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
 
     Place<Config> place = block.first_place();
     bool slot_before = false;
-    Walk walk = block.items();
+    auto walk = block.items();
     for (Item item; block.next_item(p, walk, item);) {
         const int count = item.count();
         for (int chunk = 0; chunk < count; ++chunk, place.advance()) {
             barrier_wait(place.done(), place.phase);
             const uint32_t out = place.slot() + slot::kOut;
             const bool whole = item.valid(chunk) == kChunkTokens && (!Config::kGeneral || (p.by_hand & by_hand::kOut) == 0);
-            if (item.window || p.pass == Pass::kSummaries) {
+            if (item.window || (Config::kSegments && item.stretch >= 0)) {
                 // no output
             } else if (!whole) {
                 store_rows<Config>(p, out, item, chunk, block.lane);
@@ -181,10 +200,10 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
 // ---- prepare -------------------------------------------------------------------------------------------------------------------------
 
 // The tiles of a chunk that the copy engine could not bring, by the warp that prepares it. Rolled: seldom done, and long.
-__device__ __forceinline__ void load_by_hand(const ForwardParams& p, uint32_t slot, const Origin& origin, int valid, int lane) {
+__device__ __forceinline__ void load_by_hand(const ForwardParams& p, int tiles, uint32_t slot, const Origin& origin, int valid, int lane) {
 #pragma unroll 1
     for (int which = by_hand::kQuery; which <= by_hand::kGate; which *= 2) {
-        if ((p.by_hand & which) == 0 || (which == by_hand::kGate && p.g_is_fp32)) continue;
+        if ((tiles & which) == 0 || (which == by_hand::kGate && p.g_is_fp32)) continue;
         const bool key_query = which <= by_hand::kKey;
         const TokenTensor& tensor = which == by_hand::kQuery ? p.q : which == by_hand::kKey ? p.k : which == by_hand::kValue ? p.v : p.g;
         const int tile = which == by_hand::kQuery  ? slot::kQuery
@@ -198,46 +217,59 @@ __device__ __forceinline__ void load_by_hand(const ForwardParams& p, uint32_t sl
     __syncwarp();
 }
 
+// A warp's chunks of an item: `mine`, counted from the item's first, and every kPrepareWarps-th after it.
+template <bool kQueries, class Config>
+__device__ __forceinline__ void prepare_item(const ForwardParams& p, uint32_t scratch, Place<Config>& place, const Item& item, int& mine, int lane) {
+    const uint32_t bias = scratch + kBiasOffset;
+    const GateConstants gate = gate_constants(p, item.head);
+    store_gate_bias(bias, p, gate, item.head, lane);
+    // Lane t's beta of a chunk, as it lies in memory; 0 past the end. Fetched one round ahead, for it comes straight from there.
+    const auto load_beta = [&](int chunk) -> uint32_t {
+        const int token = chunk * kChunkTokens + lane;
+        if (lane >= kChunkTokens || token >= item.tokens) return 0;
+        const TokenStrides& strides = p.beta.strides;
+        const long long at = item.batch * strides.batch + (item.first + token) * strides.token + item.head * strides.head;
+        return p.beta_is_fp32 ? static_cast<const uint32_t*>(p.beta.data)[at] : static_cast<const unsigned short*>(p.beta.data)[at];
+    };
+    uint32_t next_beta = load_beta(mine);
+    for (const int count = item.count(); mine < count; mine += Config::kPrepareWarps, place.advance(Config::kPrepareWarps)) {
+        const int valid = item.valid(mine);
+        float beta = p.beta_is_fp32 ? __uint_as_float(next_beta) : bf16_low(next_beta);
+        next_beta = load_beta(mine + Config::kPrepareWarps);
+        if (p.beta_is_logit) beta = reciprocal_approx(1.f + exp2_approx(-kLog2E * beta));
+        beta = lane < valid ? p.beta_factor * beta : 0.f;
+        const Origin origin = {item.batch, item.first + mine * kChunkTokens, item.head};
+        // A barrier tells a turn of the ring only from the one before it: see first that the slot's turn before this one is over.
+        barrier_wait(place.done(), place.phase ^ 1);
+        barrier_wait(place.full(), place.phase);
+        if (Config::kGeneral) {
+            const int tiles = p.by_hand & ~(by_hand::kOut | unwanted<Config>(item));
+            if (tiles != 0) load_by_hand(p, tiles, place.slot(), origin.hidden(), valid, fresh_lane());
+        }
+        if (item.transition) clear_values(place.slot(), lane);
+        const bool collinear = prepare_chunk<Config::kGeneral, kQueries>(p, place.slot(), scratch, bias, gate, origin, beta, valid, lane);
+        store_u32(place.collinear(), collinear);
+        // These generic writes precede the copy engine's next writes to the slot, and wgmma's reads of it.
+        cutlass::arch::fence_view_async_shared();
+        __syncwarp();
+        if (cute::elect_one_sync()) barrier_arrive(place.ready());
+    }
+}
+
 template <class Config>
 __device__ __forceinline__ void prepare(const ForwardParams& p, const Block<Config>& block, int warp) {
-    const int lane = block.lane;
-    const uint32_t scratch = block.base + Config::kScratchOffset + warp * kScratchBytes, bias = scratch + kBiasOffset;
+    const uint32_t scratch = block.base + Config::kScratchOffset + warp * kScratchBytes;
     Place<Config> place = block.first_place();
     place.advance(warp);
     int mine = warp;  // this warp's next chunk, counted from the item's first
-    Walk walk = block.items();
+    auto walk = block.items();
     for (Item item; block.next_item(p, walk, item);) {
         const int count = item.count();
         if (mine < count) {
-            const GateConstants gate = gate_constants(p, item.head);
-            store_gate_bias(bias, p, gate, item.head, lane);
-            // Lane t's beta of a chunk, as it lies in memory; 0 past the end. Fetched one round ahead, for it comes straight from there.
-            const auto load_beta = [&](int chunk) -> uint32_t {
-                const int token = chunk * kChunkTokens + lane;
-                if (lane >= kChunkTokens || token >= item.tokens) return 0;
-                const TokenStrides& strides = p.beta.strides;
-                const long long at = item.batch * strides.batch + (item.first + token) * strides.token + item.head * strides.head;
-                return p.beta_is_fp32 ? static_cast<const uint32_t*>(p.beta.data)[at] : static_cast<const unsigned short*>(p.beta.data)[at];
-            };
-            uint32_t next_beta = load_beta(mine);
-            for (; mine < count; mine += Config::kPrepareWarps, place.advance(Config::kPrepareWarps)) {
-                const int valid = item.valid(mine);
-                float beta = p.beta_is_fp32 ? __uint_as_float(next_beta) : bf16_low(next_beta);
-                next_beta = load_beta(mine + Config::kPrepareWarps);
-                if (p.beta_is_logit) beta = reciprocal_approx(1.f + exp2_approx(-kLog2E * beta));
-                beta = lane < valid ? p.beta_factor * beta : 0.f;
-                const Origin origin = {item.batch, item.first + mine * kChunkTokens, item.head};
-                // A barrier tells a turn of the ring only from the one before it: see first that the slot's turn before this one is over.
-                barrier_wait(place.done(), place.phase ^ 1);
-                barrier_wait(place.full(), place.phase);
-                if (Config::kGeneral && (p.by_hand & ~by_hand::kOut) != 0) load_by_hand(p, place.slot(), origin.hidden(), valid, fresh_lane());
-                if (item.transition) clear_values(place.slot(), lane);
-                const bool collinear = prepare_chunk<Config::kGeneral>(p, place.slot(), scratch, bias, gate, origin, beta, valid, lane);
-                store_u32(place.collinear(), collinear);
-                // These generic writes precede the copy engine's next writes to the slot, and wgmma's reads of it.
-                cutlass::arch::fence_view_async_shared();
-                __syncwarp();
-                if (cute::elect_one_sync()) barrier_arrive(place.ready());
+            if (Config::kSegments && item.stretch >= 0) {
+                prepare_item<false>(p, scratch, place, item, mine, block.lane);
+            } else {
+                prepare_item<true>(p, scratch, place, item, mine, block.lane);
             }
         }
         mine -= count;
@@ -275,38 +307,13 @@ __device__ __forceinline__ StatePlace place_of(const ForwardParams& p, const Sta
     return place_in(p, tensor, row, item.head);
 }
 
-__device__ __forceinline__ int boundary_number(const ForwardParams& p, const Item& item, int segment) {
-    return (item.sequence * p.segments + segment) * p.H + item.head;
-}
-
-// The final state that the trial found.
-__device__ __forceinline__ StatePlace trial_place(const ForwardParams& p, const Item& item) {
-    return {p.trial_states, item.sequence * p.H + item.head, true};
-}
-
 __device__ __forceinline__ StatePlace initial_place(const ForwardParams& p, const Item& item) {
     if (item.taken_over >= 0) return {p.handoff_states, item.taken_over, true};
-    if (item.settled) return trial_place(p, item);
-    // Segments read the caller's initial state from where the summaries put it: another block may have stored the final one over it by now.
-    if (p.pass == Pass::kSegments) return {p.boundary_states, boundary_number(p, item, item.segment), true};
-    if (item.window || item.segment > 0) return {};
-    return place_of(p, p.initial, item);
-}
-
-// Where to put the state before the first token.
-__device__ __forceinline__ StatePlace copy_place(const ForwardParams& p, const Item& item) {
-    if (p.pass != Pass::kSummaries || item.segment > 0) return {};
-    return {p.boundary_states, boundary_number(p, item, 0), true};
+    return item.window ? StatePlace{} : place_of(p, p.initial, item);
 }
 
 __device__ __forceinline__ StatePlace final_place(const ForwardParams& p, const Item& item) {
-    if (p.pass == Pass::kSummaries) {
-        if (item.transition) return {p.transitions, boundary_number(p, item, item.segment), true};
-        return {p.boundary_states, boundary_number(p, item, item.segment + 1), true};
-    }
-    if (item.window || ((p.pass == Pass::kTrial || p.pass == Pass::kSegments) && item.segment != p.segments - 1)) return {};
-    // Not yet to the caller's place, where the initial state may lie, which the other passes need if other segments turn out not to be settled.
-    if (p.pass == Pass::kTrial) return trial_place(p, item);
+    if (item.window) return {};
     if (item.handed_on >= 0) return {p.handoff_states, item.handed_on, true, true};
     return place_of(p, p.final, item);
 }
@@ -431,25 +438,22 @@ __device__ __forceinline__ int next_save(const ForwardParams& p, const KeptSaves
 // By a whole warp: for the state at a boundary, and that it is there. The flag is cleared once seen: a replayed graph comes with the same ticket.
 __device__ __forceinline__ void wait_for_handoff(const ForwardParams& p, int boundary, int rows, int lane) {
     unsigned long long* flag = p.handoff_flags + boundary * kScanWarps + rows;
-    while (!__all_sync(~0u, observe(flag) == p.handoff_ticket)) __nanosleep(64);
+    while (!__all_sync(~0u, observe(flag) == p.ticket)) __nanosleep(64);
     store_elected(flag, 0, lane == 0);
 }
 
 __device__ __forceinline__ void announce_handoff(const ForwardParams& p, int boundary, int rows, int lane) {
-    publish(p.handoff_flags + boundary * kScanWarps + rows, p.handoff_ticket, lane == 0);
+    publish(p.handoff_flags + boundary * kScanWarps + rows, p.ticket, lane == 0);
 }
 
 // ---- block ---------------------------------------------------------------------------------------------------------------------------
 
 template <class Config>
 __device__ __forceinline__ Block<Config>::Block(const ForwardParams& p) {
-    // The small blocks of the kernel that chains segments would crowd on the first multiprocessors that the summaries leave.
-    if (p.pass != Pass::kSummaries) allow_next_kernel();
-    wait_for_earlier_kernels();
     extern __shared__ char dynamic_shared[];
     const uint32_t unaligned = cute::cast_smem_ptr_to_uint(dynamic_shared);
     base = (unaligned + slot::kAlignment - 1) & ~(slot::kAlignment - 1);
-    find_share<Config>(p, base + Config::kScheduleOffset);
+    if constexpr (!Config::kSegments) find_share<Config>(p, base + Config::kScheduleOffset);
     if (threadIdx.x == 0) {
         for (Place<Config> place = first_place(); place.phase == 0; place.advance()) {
             barrier_init(place.full(), 1);
@@ -459,8 +463,13 @@ __device__ __forceinline__ Block<Config>::Block(const ForwardParams& p) {
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    if (p.may_forget || p.forgotten != nullptr) {
-        survey<Config>(p, base + Config::kScheduleOffset, base + Config::kScratchOffset);
+    if (Config::kSegments || p.may_forget) {
+        const uint32_t at = base + Config::kScheduleOffset, scratch = base + Config::kScratchOffset;
+        if constexpr (Config::kSegments) {
+            survey_segment<Config>(p, at, scratch);
+        } else {
+            survey_share<Config>(p, at, scratch);
+        }
         __syncthreads();
     }
     warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;

@@ -81,9 +81,10 @@ struct Chunk {
     int lane;
     float k_norm[2], q_norm[2];  // factors on the rows g, g+8
 
+    template <bool kQueries>
     __device__ __forceinline__ void load_block(int i, uint32_t (&k)[4], uint32_t (&q)[4]) const {
         load_matrices(k, block_address(slot, fragment, i, slot::kKey, slot::kKeyQueryPanelStride));
-        load_matrices(q, block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride));
+        if (kQueries) load_matrices(q, block_address(slot, fragment, i, slot::kQuery, slot::kKeyQueryPanelStride));
     }
 };
 
@@ -95,6 +96,7 @@ inline constexpr float kSteep = 116.f, kSteepRaw = 64.f;
 // Adds a block's part of M and of the scores where K^ would overflow: by halves, so that no exponent is positive. At each level a token t of the
 // upper half of a group of 8, 4, 2, 1 + as many tokens meets a token s of the lower half as 2^(G_t - G_r) 2^(G_r - G_s), r the last of the lower half.
 // One factor 2^-|G_t - G_r| for each token serves both. The scores' diagonal decays by nothing. Taken rarely: short rather than quick.
+template <bool kQueries>
 __device__ __forceinline__ void add_by_halves(const Chunk& chunk, const uint32_t (&k)[4], const uint32_t (&q)[4], const float (&cumulative)[2][4],
                                               Products& m, Products& scores) {
     const int g = chunk.lane >> 2, c = chunk.lane & 3;
@@ -115,14 +117,16 @@ __device__ __forceinline__ void add_by_halves(const Chunk& chunk, const uint32_t
                     w[e] = half == 0 ? 1.f : exp2_approx(-fabsf(at - its));
                 }
                 k_decayed[f] = pack_bf16(bf16_low(k[f]) * chunk.k_norm[r] * w[0], bf16_high(k[f]) * chunk.k_norm[r] * w[1]);
-                q_decayed[f] = pack_bf16(bf16_low(q[f]) * chunk.q_norm[r] * w[0], bf16_high(q[f]) * chunk.q_norm[r] * w[1]);
+                if (kQueries) q_decayed[f] = pack_bf16(bf16_low(q[f]) * chunk.q_norm[r] * w[0], bf16_high(q[f]) * chunk.q_norm[r] * w[1]);
             }
         }
         Products m_part = {}, scores_part = {};
         mma(m_part[0], k_decayed, k_decayed[0], k_decayed[2]);
         mma(m_part[1], k_decayed, k_decayed[1], k_decayed[3]);
-        mma(scores_part[0], q_decayed, k_decayed[0], k_decayed[2]);
-        mma(scores_part[1], q_decayed, k_decayed[1], k_decayed[3]);
+        if (kQueries) {
+            mma(scores_part[0], q_decayed, k_decayed[0], k_decayed[2]);
+            mma(scores_part[1], q_decayed, k_decayed[1], k_decayed[3]);
+        }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             if (half == 8) {
@@ -141,13 +145,13 @@ __device__ __forceinline__ void add_by_halves(const Chunk& chunk, const uint32_t
 }
 
 // The rest of block i, given its G. `kSteepToo`: it may decay by more than 2^-steep.
-template <bool kSteepToo>
+template <bool kSteepToo, bool kQueries>
 __device__ __forceinline__ void finish_block(const Chunk& chunk, int i, const uint32_t (&k)[4], const uint32_t (&q)[4],
                                              const float (&cumulative)[2][4], Products& m, Products& scores, float steep = 0.f) {
     const int g = chunk.lane >> 2, c = chunk.lane & 3;
     const bool by_halves =
         kSteepToo && __any_sync(~0u, fminf(fminf(cumulative[0][2], cumulative[0][3]), fminf(cumulative[1][2], cumulative[1][3])) < -steep);
-    if (by_halves) add_by_halves(chunk, k, q, cumulative, m, scores);
+    if (by_halves) add_by_halves<kQueries>(chunk, k, q, cumulative, m, scores);
     float a[2][4];
     uint32_t k_decayed[4], q_decayed[4], k_inverse[4], k_minus[4];
 #pragma unroll
@@ -161,7 +165,6 @@ __device__ __forceinline__ void finish_block(const Chunk& chunk, int i, const ui
         for (int r = 0; r < 2; ++r) {  // rows g, g+8
             const int f = 2 * n + r;
             float kx[2] = {bf16_low(k[f]) * chunk.k_norm[r], bf16_high(k[f]) * chunk.k_norm[r]};
-            float qx[2] = {bf16_low(q[f]) * chunk.q_norm[r], bf16_high(q[f]) * chunk.q_norm[r]};
             float inverse[2], minus[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
@@ -169,7 +172,10 @@ __device__ __forceinline__ void finish_block(const Chunk& chunk, int i, const ui
                 minus[e] = kSteepToo ? kx[e] * exp2_approx(end[e] - cumulative[n][2 * r + e]) : inverse[e] * end[e];
             }
             k_decayed[f] = pack_bf16(kx[0] * a[n][2 * r], kx[1] * a[n][2 * r + 1]);
-            q_decayed[f] = pack_bf16(qx[0] * a[n][2 * r], qx[1] * a[n][2 * r + 1]);
+            if (kQueries) {
+                float qx[2] = {bf16_low(q[f]) * chunk.q_norm[r], bf16_high(q[f]) * chunk.q_norm[r]};
+                q_decayed[f] = pack_bf16(qx[0] * a[n][2 * r], qx[1] * a[n][2 * r + 1]);
+            }
             k_inverse[f] = pack_bf16(inverse[0], inverse[1]);
             k_minus[f] = pack_bf16(minus[0], minus[1]);
         }
@@ -179,11 +185,13 @@ __device__ __forceinline__ void finish_block(const Chunk& chunk, int i, const ui
     if (!by_halves) {
         mma(m[0], k_decayed, k_inverse[0], k_inverse[2]);
         mma(m[1], k_decayed, k_inverse[1], k_inverse[3]);
-        mma(scores[0], q_decayed, k_inverse[0], k_inverse[2]);
-        mma(scores[1], q_decayed, k_inverse[1], k_inverse[3]);
+        if (kQueries) {
+            mma(scores[0], q_decayed, k_inverse[0], k_inverse[2]);
+            mma(scores[1], q_decayed, k_inverse[1], k_inverse[3]);
+        }
     }
     store_matrices(block_address(chunk.slot, chunk.fragment, i, slot::kKey, slot::kKeyQueryPanelStride), k_decayed);
-    store_matrices(block_address(chunk.slot, chunk.fragment, i, slot::kQuery, slot::kKeyQueryPanelStride), q_decayed);
+    if (kQueries) store_matrices(block_address(chunk.slot, chunk.fragment, i, slot::kQuery, slot::kKeyQueryPanelStride), q_decayed);
     store_matrices(block_address(chunk.slot, chunk.fragment, i, slot::kKeyMinus, slot::kPanelStride), k_minus);
 }
 
@@ -200,8 +208,8 @@ struct Origin {
 };
 
 // `beta` is lane t's, activated, for t < valid, else 0. `scratch`: kScratchBytes. Returns whether some keys are near-equal; only then the low half of T
-// is written.
-template <bool kGeneral>
+// is written. Without kQueries neither Q~ nor the scores are found.
+template <bool kGeneral, bool kQueries>
 __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate,
                                               const Origin& origin, float beta, int valid, int lane) {
     const int g = lane >> 2, c = lane & 3;
@@ -212,7 +220,7 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
     Chunk chunk = {slot, fragment, lane, {1.f, 1.f}, {1.f, 1.f}};
     if (!kGeneral || p.normalise) {
         inverse_norms(chunk.k_norm, slot, fragment, slot::kKey, lane);
-        inverse_norms(chunk.q_norm, slot, fragment, slot::kQuery, lane);
+        if (kQueries) inverse_norms(chunk.q_norm, slot, fragment, slot::kQuery, lane);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {  // finite, for a row of zeros times inf would be NaN
@@ -257,27 +265,23 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
         };
 
         // G one block ahead, so that its long chain runs beside the rest of the block before. Unrolled whole, the loop outgrows the instruction
-        // cache.
-        float cumulative[2][4];
-        sum_log_decays(0, cumulative);
-#pragma unroll 2
-        for (int i = 0; i < 7; ++i) {
+        // cache; two at a time, for G to change places without being copied.
+        const auto step = [&](int i, float (&current)[2][4], float (&next)[2][4]) {
             uint32_t k[4], q[4];
-            chunk.load_block(i, k, q);
-            float next[2][4];
+            chunk.load_block<kQueries>(i, k, q);
             sum_log_decays(i + 1, next);
             __syncwarp();  // the results go to the same places
-            finish_block<false>(chunk, i, k, q, cumulative, m, scores);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) cumulative[n][e] = next[n][e];
-            }
-        }
+            finish_block<false, kQueries>(chunk, i, k, q, current, m, scores);
+        };
+        float even[2][4], odd[2][4];
+        sum_log_decays(0, even);
+#pragma unroll 1
+        for (int i = 0; i < 6; i += 2) step(i, even, odd), step(i + 1, odd, even);
+        step(6, even, odd);
         uint32_t k[4], q[4];
-        chunk.load_block(7, k, q);
+        chunk.load_block<kQueries>(7, k, q);
         __syncwarp();
-        finish_block<false>(chunk, 7, k, q, cumulative, m, scores);
+        finish_block<false, kQueries>(chunk, 7, k, q, odd, m, scores);
     } else if constexpr (kGeneral) {
         // The same for every gate, g in fp32, raw keys: rolled, to stay out of the way of what is usual.
         const float steep = p.normalise ? kSteep : kSteepRaw;
@@ -325,14 +329,14 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
                 }
             }
             uint32_t k[4], q[4];
-            here.load_block(i, k, q);
+            here.load_block<kQueries>(i, k, q);
             __syncwarp();  // the results go to the same places
-            finish_block<true>(here, i, k, q, cumulative, m, scores, steep);
+            finish_block<true, kQueries>(here, i, k, q, cumulative, m, scores, steep);
         }
     }
 
     // Scores: lower triangle with the diagonal. Above it they are as large as e^80: select, do not multiply.
-    {
+    if (kQueries) {
         const uint32_t at = slot + slot::kScores + lane * 4;
         const int s = 2 * c;
         store_u32(at, pack_bf16(s <= g ? scores[0][0] : 0.f, s + 1 <= g ? scores[0][1] : 0.f));

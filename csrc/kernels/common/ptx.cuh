@@ -83,16 +83,6 @@ __device__ __forceinline__ void store_elected(unsigned long long* to, unsigned l
         : "memory");
 }
 
-// Kernels of one call overlap: the next one's blocks may come to a multiprocessor as soon as it is free, once all blocks of this kernel have allowed it, and
-// wait there until what the earlier kernels wrote is there. Every block waits, so that the end of a kernel is the end of those before it.
-__device__ __forceinline__ void allow_next_kernel() {
-    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-}
-
-__device__ __forceinline__ void wait_for_earlier_kernels() {
-    asm volatile("griddepcontrol.wait;" : : : "memory");
-}
-
 // This lane, read anew: where a register to hold it is one too many.
 __device__ __forceinline__ int fresh_lane() {
     int lane;
@@ -159,6 +149,13 @@ __device__ __forceinline__ float load_float(uint32_t address) {
 __device__ __forceinline__ uint32_t load_u32(uint32_t address) {
     uint32_t x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
+// What another warp may write meanwhile: ptxas would take the plain load out of a loop.
+__device__ __forceinline__ uint32_t observe_u32(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
     return x;
 }
 

@@ -22,18 +22,15 @@ __device__ __forceinline__ int pause(const ForwardParams& p, const Block<Config>
     return next;
 }
 
-// After the window that gives P, by all scan warps: keeps in mind whether P is negligible (forget.cuh).
-template <class Config>
-__device__ __forceinline__ void judge(const ForwardParams& p, const Block<Config>& block, const State& s, const Walk& walk) {
+// After the window that gives P, by all scan warps: whether P is negligible (forget.cuh).
+__device__ __forceinline__ bool negligible(const State& s) {
     bool large = false;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) large |= !(fabsf(s[j][r]) <= kNegligible);  // a NaN is not
     }
-    const bool forgotten = !any_scan_warp(large);
-    store_u32(forgotten_at(block), forgotten);
-    if (p.pass == Pass::kTrial) store_elected(p.forgotten + walk.number, forgotten ? 1 : 0, threadIdx.x == 0);
+    return !any_scan_warp(large);
 }
 
 // kSaves: states are saved on the way. Compiled twice, so that the loop of those who want none keeps its registers.
@@ -51,7 +48,6 @@ __device__ __forceinline__ void scan_items(const ForwardParams& p, const Block<C
             const int warp = threadIdx.x / 32, lane = fresh_lane();  // not kept through the loop
             if (item.taken_over >= 0) wait_for_handoff(p, item.taken_over, warp, lane);
             start_state(s, initial_place(p, item), item.transition, warp, lane);
-            save_state(s, copy_place(p, item), warp, lane);
         }
         if (kSaves) {
             while (const int left = pause(p, block, s)) scan_chunks(s, place, left);
@@ -63,7 +59,7 @@ __device__ __forceinline__ void scan_items(const ForwardParams& p, const Block<C
         const int warp = threadIdx.x / 32, lane = fresh_lane();
         save_state(s, final, warp, lane);
         if (final.handoff) announce_handoff(p, final.number, warp, lane);
-        if (!kSaves && to_judge) judge(p, block, s, walk);
+        if (!kSaves && to_judge) store_u32(forgotten_at(block), negligible(s));
     }
     // A state that was not waited for has been handed on all the same, and its flag must be cleared: a replayed graph comes with the same ticket.
     if (!kSaves && p.may_forget && block.share(share::kWindows) != 0 && uniform(load_u32(forgotten_at(block))) != 0) {

@@ -1,6 +1,6 @@
 // Which items a block works through, and in which order. A worker is a block; they are numbered against the order of blocks.
 //
-// Whole sequences (Pass::kWhole). Items that cannot be cut, for they or the shares are short, are dealt out in turn. Else items are shared out evenly,
+// Whole sequences. (Of sequences that are cut into segments: segments.cuh.) Items that cannot be cut, for they or the shares are short, are dealt out in turn. Else items are shared out evenly,
 // whatever their lengths: they (a sequence's heads, then the next sequence's) lie one after the other on an axis, each as long as its chunks plus what an
 // item costs besides, and worker i takes [iQ, (i+1)Q), with Q an even share (McNaughton's wrap-around rule). An item that crosses a boundary is cut there:
 // its earlier tokens are the first thing that the worker after the boundary does, its later tokens the last thing of the worker before, which gets the
@@ -22,12 +22,11 @@ struct Item {
     int batch;  // row of [B, T]
     int first;  // first token in that row
     int tokens;
-    int segment = 0;
     bool transition = false;              // find P: start from the identity, v = 0
     int taken_over = -1, handed_on = -1;  // boundary at which the state before, or after it, changes hands
     bool window = false;                  // only leads up to the next item (forget.cuh): nothing is written
     bool led_up_to = false;               // windows come before
-    bool settled = false;                 // the trial has done it; what remains is to put its final state in its place
+    int stretch = -1;                     // scanned for its states alone (segments.cuh)
     __device__ __forceinline__ int count() const { return (tokens + kChunkTokens - 1) / kChunkTokens; }
     __device__ __forceinline__ int valid(int chunk) const { return min(kChunkTokens, tokens - chunk * kChunkTokens); }
 };
@@ -55,9 +54,11 @@ __device__ __forceinline__ int chunks_of(int2 bounds) {
 
 // A block's share, in shared memory, words: items first, first + step, ... before last; how many chunks at the end of the first item are not this
 // block's; how many at the end of item `last` are; the worker's number; how many windows lead up to an item's part; the least chunks of an item for which they are
-// worth while; whether the trial has done the item.
+// worth while.
 namespace share {
-inline constexpr int kFirst = 0, kLast = 4, kStep = 8, kFirstCut = 12, kLastCut = 16, kWorker = 20, kWindows = 24, kLong = 28, kSettled = 32;
+inline constexpr int kFirst = 0, kLast = 4, kStep = 8, kFirstCut = 12, kLastCut = 16, kWorker = 20, kWindows = 24, kLong = 28;
+// With segments: whether all blocks of a head go on with them after their windows, or must scan for states; zero as long as it is not known.
+inline constexpr int kDecision = 32, kGoOn = 1, kStartAnew = 2;
 // Room to find it, for each warp.
 inline constexpr int kSums = 64, kMaxima = kSums + 16 * 8;
 static_assert(kMaxima + 16 * 4 <= kScheduleBytes);
@@ -66,26 +67,12 @@ static_assert(kMaxima + 16 * 4 <= kScheduleBytes);
 __device__ __forceinline__ int word(uint32_t at, int which) {
     return uniform(load_u32(at + which));
 }
-}  // namespace share
-
-// Item number `index` of a launch over segments. The sequences are batch rows, or there is one.
-__device__ __forceinline__ Item find_segment(const ForwardParams& p, int index) {
-    // Summaries: the first segment's state, then B and P of each further one.
-    const bool summaries = p.pass == Pass::kSummaries;
-    const int parts = p.H * (summaries ? 2 * p.segments - 3 : p.segments), sequence = index / parts, part = index % parts / p.H;
-    const int segment = summaries ? (part + 1) / 2 : part;
-    const int2 bounds = sequence_bounds(p, sequence);
-    // In 64 bits for T near 2^31.
-    const int first = static_cast<int>(min(bounds.x + static_cast<long long>(segment) * p.segment_tokens, static_cast<long long>(bounds.y)));
-    const int last = segment == p.segments - 1 ? bounds.y : min(bounds.y - first, p.segment_tokens) + first;
-    return {sequence,
-            index % p.H,
-            p.cu_seqlens == nullptr ? sequence : 0,
-            uniform(first),
-            uniform(last - first),
-            segment,
-            summaries && segment > 0 && part % 2 == 0};
+__device__ __forceinline__ bool goes_on(uint32_t at) {
+    int decision;
+    while ((decision = uniform(observe_u32(at + kDecision))) == 0) __nanosleep(20);
+    return decision == kGoOn;
 }
+}  // namespace share
 
 // Part of a sequence of a head.
 __device__ __forceinline__ Item find_whole(const ForwardParams& p, int number) {
@@ -105,16 +92,11 @@ struct Walk {
     __device__ __forceinline__ bool next(const ForwardParams& p, uint32_t at, Item& item) {
         const int last = share::word(at, share::kLast), last_cut = share::word(at, share::kLastCut), step = share::word(at, share::kStep);
         if (number > last || (number == last && last_cut == 0)) return false;
-        if (p.pass == Pass::kWhole) {
-            item = find_whole(p, number);
-            cut(item, at, last, last_cut);
-        } else {
-            item = find_segment(p, number);
-            if (share::word(at, share::kSettled)) item.tokens = 0, item.settled = true;
-        }
-        const int all_windows = item.taken_over >= 0 || p.pass == Pass::kTrial ? share::word(at, share::kWindows) : 0;
+        item = find_whole(p, number);
+        cut(item, at, last, last_cut);
+        const int all_windows = item.taken_over >= 0 ? share::word(at, share::kWindows) : 0;
         if (windows < all_windows) {
-            item = {item.sequence, item.head, item.batch, item.first - kWindowTokens, kWindowTokens, 0, windows == 0};
+            item = {item.sequence, item.head, item.batch, item.first - kWindowTokens, kWindowTokens, windows == 0};
             item.window = true;
             ++windows;
         } else {
@@ -210,11 +192,10 @@ template <class Config>
 __device__ __forceinline__ void find_share(const ForwardParams& p, uint32_t at) {
     using namespace schedule;
     const int thread = threadIdx.x, workers = gridDim.x, worker = workers - 1 - blockIdx.x;
-    const int items = p.N * p.H * (p.pass == Pass::kWhole ? 1 : p.pass == Pass::kSummaries ? 2 * p.segments - 3 : p.segments);
+    const int items = p.N * p.H;
     if (thread == 0) {
         store_first(at, {worker, 0}), store_last(at, {items, 0});
-        store_u32(at + share::kStep, workers), store_u32(at + share::kWorker, worker), store_u32(at + share::kWindows, 0),
-            store_u32(at + share::kSettled, 0);
+        store_u32(at + share::kStep, workers), store_u32(at + share::kWorker, worker), store_u32(at + share::kWindows, 0);
     }
     // Without handing on, or where each has a worker to itself and its parts could only follow one another.
     if (p.handoff_states == nullptr || (items <= workers && !p.may_forget)) return;

@@ -8,14 +8,13 @@
 // Shared memory (config.h): slots (slot.h), scratch of each prepare warp, barriers, a flag per slot.
 // Measured cost: docs/kernel-notes.md.
 
-#include "kernels/common/combine.cuh"
-#include "kernels/common/scan.cuh"
+#include "kernels/common/scan_segment.cuh"
 #include "kernels/portable/config.h"
 
 namespace flash_kda::portable {
 
 // The next `left` chunks of an item.
-template <class Config>
+template <bool kOutputs, class Config>
 __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int left, int warp) {
     for (; left > 0; --left, place.advance()) {
         const uint32_t slot = place.slot();
@@ -30,17 +29,19 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
             uint32_t a[4], k[4], q[4];
             pack_fragment(a, s[2 * i], s[2 * i + 1]);
             load_matrices(k, operands.key(i));
-            load_matrices(q, operands.query(i));
+            if (kOutputs) load_matrices(q, operands.query(i));
             mma(p_k[0], a, k[0], k[2]);
             mma(p_k[1], a, k[1], k[3]);
-            mma(out[0], a, q[0], q[2]);
-            mma(out[1], a, q[1], q[3]);
+            if (kOutputs) {
+                mma(out[0], a, q[0], q[2]);
+                mma(out[1], a, q[1], q[3]);
+            }
         }
 
         uint32_t v[4], high[4], scores[4];
         load_matrices_transposed(v, slot + slot::kValue + v_offset);
         load_matrices(high, slot + slot::kTransformHigh + here * 16);
-        load_matrices(scores, slot + slot::kScores + here * 16);
+        if (kOutputs) load_matrices(scores, slot + slot::kScores + here * 16);
         const bool collinear = load_u32(place.collinear()) != 0;
         __syncwarp();  // all of V is read before O is written over it
         float d[2][4], u[2][4] = {};
@@ -61,15 +62,17 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
             multiply_block_matrix(u, d_fragment, low);
         }
         pack_fragment(u_fragment, u[0], u[1]);
-        multiply_block_matrix(out, u_fragment, scores);
+        if (kOutputs) multiply_block_matrix(out, u_fragment, scores);
         uint32_t u_rest[4];
         if (collinear) {
             pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
-            multiply_block_matrix(out, u_rest, scores);
+            if (kOutputs) multiply_block_matrix(out, u_rest, scores);
         }
-        uint32_t o[4];
-        pack_fragment(o, out[0], out[1]);
-        store_matrices_transposed(slot + slot::kOut + v_offset, o);
+        if (kOutputs) {
+            uint32_t o[4];
+            pack_fragment(o, out[0], out[1]);
+            store_matrices_transposed(slot + slot::kOut + v_offset, o);
+        }
 
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -90,7 +93,12 @@ template <class Config>
 __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps) {
     const Block<Config> block(p);
     if (block.warp < kScanWarps) {
-        scan(p, block, [&](State& s, Place<Config>& place, int chunks) { scan_chunks(s, place, chunks, block.warp); });
+        const auto chunks = [&](State& s, Place<Config>& place, int count) { scan_chunks<true>(s, place, count, block.warp); };
+        if constexpr (Config::kSegments) {
+            scan_segment(p, block, chunks, [&](State& s, Place<Config>& place, int count) { scan_chunks<false>(s, place, count, block.warp); });
+        } else {
+            scan(p, block, chunks);
+        }
     } else {
         feed(p, maps, block);
     }
@@ -98,22 +106,17 @@ __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps
 
 }  // namespace flash_kda::portable
 
-extern "C" __global__ void __launch_bounds__(flash_kda::portable::Wide::kThreads, 1)
-    flash_kda_forward_portable_wide(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
-    flash_kda::portable::forward<flash_kda::portable::Wide>(p, maps);
-}
+#define FLASH_KDA_ENTRY(name, config)                                                                            \
+    extern "C" __global__ void __launch_bounds__(flash_kda::portable::config::kThreads, 1)                       \
+        name(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) { \
+        flash_kda::portable::forward<flash_kda::portable::config>(p, maps);                                      \
+    }
 
-extern "C" __global__ void __launch_bounds__(flash_kda::portable::Wide::kThreads, 1)
-    flash_kda_forward_portable_wide_general(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
-    flash_kda::portable::forward<flash_kda::portable::Wide::General>(p, maps);
-}
-
-extern "C" __global__ void __launch_bounds__(flash_kda::portable::Narrow::kThreads, 1)
-    flash_kda_forward_portable_narrow(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
-    flash_kda::portable::forward<flash_kda::portable::Narrow>(p, maps);
-}
-
-extern "C" __global__ void __launch_bounds__(flash_kda::portable::Narrow::kThreads, 1)
-    flash_kda_forward_portable_narrow_general(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
-    flash_kda::portable::forward<flash_kda::portable::Narrow::General>(p, maps);
-}
+FLASH_KDA_ENTRY(flash_kda_forward_portable_wide, Wide)
+FLASH_KDA_ENTRY(flash_kda_forward_portable_wide_general, Wide::General)
+FLASH_KDA_ENTRY(flash_kda_segments_portable_wide, Wide::Segments)
+FLASH_KDA_ENTRY(flash_kda_segments_portable_wide_general, Wide::Segments::General)
+FLASH_KDA_ENTRY(flash_kda_forward_portable_narrow, Narrow)
+FLASH_KDA_ENTRY(flash_kda_forward_portable_narrow_general, Narrow::General)
+FLASH_KDA_ENTRY(flash_kda_segments_portable_narrow, Narrow::Segments)
+FLASH_KDA_ENTRY(flash_kda_segments_portable_narrow_general, Narrow::Segments::General)

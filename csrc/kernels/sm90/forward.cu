@@ -10,8 +10,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "kernels/common/combine.cuh"
-#include "kernels/common/scan.cuh"
+#include "kernels/common/scan_segment.cuh"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/wgmma.cuh"
 
@@ -24,8 +23,9 @@ __device__ __forceinline__ void hand_over(uint32_t done) {
     if (cute::elect_one_sync()) barrier_arrive(done);
 }
 
-// The next `left` chunks of an item. The order of what does not depend on one another was searched for few register copies: ptxas leaves 24 here, 40 in others.
-template <class Config>
+// The next `left` chunks of an item. The order of what does not depend on one another was searched for few register copies: ptxas leaves none here, up to 60 in
+// others.
+template <bool kOutputs, class Config>
 __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int left, uint32_t v_offset) {
     constexpr int kAhead = 3;  // blocks whose decays are fetched a chunk ahead
     float4 ahead[kAhead];
@@ -35,6 +35,7 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, here);
     }
+    pin(s);  // as one block of registers, in which it then stays
     uint32_t done_before = 0;
     while (left > 0) {
         const uint32_t slot = place.slot(), slot16 = slot >> 4, done = place.done();
@@ -44,35 +45,32 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
         uint32_t a[8][4];
 #pragma unroll
         for (int i = 0; i < 8; ++i) pack_fragment(a[i], s[2 * i], s[2 * i + 1]);
-        float product[4][4] = {};
+        float product[kOutputs ? 4 : 2][4] = {};
         pin(product);
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int i = 0; i < 8; ++i) wgmma_n32(product, a[i], key_query_descriptor(slot16, i));
+        for (int i = 0; i < 8; ++i) wgmma_tokens(product, a[i], key_query_descriptor(slot16, i));
         cute::warpgroup_commit_batch();
 
         // Meanwhile: hand over O of the chunk before, whose stores have long landed; see that the next chunk is ready (the wait also keeps
-        // the compiler from mixing what follows into the instructions above); decay the state, whose bf16 copy the product reads (ptxas
-        // puts a third of that behind the wait).
+        // the compiler from mixing what follows into the instructions above).
         --left;
         if (done_before != 0) hand_over(done_before);
         done_before = done;
         place.advance();
         if (left > 0) barrier_wait(place.ready(), place.phase);
         const int here = fresh_lane();
-        float4 decay[8 - kAhead];
-#pragma unroll
-        for (int i = kAhead; i < 8; ++i) decay[i - kAhead] = load_decay(slot, i, here);
         uint32_t v[4], high[4], scores[4];
         load_matrices_transposed(v, slot + slot::kValue + v_offset);
         load_matrices(high, slot + slot::kTransformHigh + here * 16);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i] : decay[i - kAhead]);
-        load_matrices(scores, slot + slot::kScores + here * 16);
         __syncwarp();  // all of V is read before O is written over it
         pin(s);
         cute::warpgroup_wait<0>();
         pin(product);
+        // Only now, for the state's bf16 copy takes the registers for its decays until here.
+#pragma unroll
+        for (int i = 0; i < 8; ++i) decay_block(s, i, i < kAhead ? ahead[i < kAhead ? i : 0] : load_decay(slot, i, here));
+        if (kOutputs) load_matrices(scores, slot + slot::kScores + here * 16);
         const bool collinear = load_u32(collinear_at) != 0;
 
         float d[2][4], u[2][4] = {}, out[2][4];
@@ -82,11 +80,13 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
             for (int r = 0; r < 2; ++r) {
                 d[h][2 * r] = bf16_low(v[2 * h + r]) - product[h][2 * r];
                 d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - product[h][2 * r + 1];
-                out[h][2 * r] = product[2 + h][2 * r];
-                out[h][2 * r + 1] = product[2 + h][2 * r + 1];
+                if constexpr (kOutputs) {
+                    out[h][2 * r] = product[2 + h][2 * r];
+                    out[h][2 * r + 1] = product[2 + h][2 * r + 1];
+                }
             }
         }
-        uint32_t d_fragment[4], u_fragment[4], u_rest[4] = {};
+        uint32_t d_fragment[4], u_fragment[4], u_rest[4];
         pack_fragment(d_fragment, d[0], d[1]);
         multiply_block_matrix(u, d_fragment, high);
         if (collinear) {
@@ -96,10 +96,10 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
         }
         pack_fragment(u_fragment, u[0], u[1]);
         // O's products first: behind the state's they would wait for the tensor cores.
-        multiply_block_matrix(out, u_fragment, scores);
+        if (kOutputs) multiply_block_matrix(out, u_fragment, scores);
         if (collinear) {
             pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
-            multiply_block_matrix(out, u_rest, scores);
+            if (kOutputs) multiply_block_matrix(out, u_rest, scores);
         }
 
         pin(s);
@@ -111,13 +111,16 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) ahead[i] = load_decay(place.slot(), i, here);
         }
-        uint32_t o[4];
-        pack_fragment(o, out[0], out[1]);
-        store_matrices_transposed(slot + slot::kOut + v_offset, o);
+        if (kOutputs) {
+            uint32_t o[4];
+            pack_fragment(o, out[0], out[1]);
+            store_matrices_transposed(slot + slot::kOut + v_offset, o);
+        }
         cute::warpgroup_wait<0>();
         pin(s);
         if (collinear) add_key_minus(s, u_rest, BlockAddresses(slot, fragment_offset(fresh_lane())));
     }
+    pin(s);
     if (done_before != 0) hand_over(done_before);
 }
 
@@ -126,8 +129,16 @@ __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps
     const Block<Config> block(p);
     if (block.warp < kScanWarps) {
         cutlass::arch::warpgroup_reg_alloc<kScanRegisters>();
-        scan(p, block,
-             [&](State& s, Place<Config>& place, int chunks) { scan_chunks(s, place, chunks, value_offset(threadIdx.x / 32, fresh_lane())); });
+        const auto chunks = [&](State& s, Place<Config>& place, int count) {
+            scan_chunks<true>(s, place, count, value_offset(threadIdx.x / 32, fresh_lane()));
+        };
+        if constexpr (Config::kSegments) {
+            scan_segment(p, block, chunks, [&](State& s, Place<Config>& place, int count) {
+                scan_chunks<false>(s, place, count, value_offset(threadIdx.x / 32, fresh_lane()));
+            });
+        } else {
+            scan(p, block, chunks);
+        }
     } else {
         cutlass::arch::warpgroup_reg_dealloc<kFeedRegisters>();
         feed(p, maps, block);
@@ -136,12 +147,13 @@ __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps
 
 }  // namespace flash_kda::sm90
 
-extern "C" __global__ void __launch_bounds__(flash_kda::sm90::Usual::kThreads, 1)
-    flash_kda_forward_sm90(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
-    flash_kda::sm90::forward<flash_kda::sm90::Usual>(p, maps);
-}
+#define FLASH_KDA_ENTRY(name, config)                                                                            \
+    extern "C" __global__ void __launch_bounds__(flash_kda::sm90::config::kThreads, 1)                           \
+        name(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) { \
+        flash_kda::sm90::forward<flash_kda::sm90::config>(p, maps);                                              \
+    }
 
-extern "C" __global__ void __launch_bounds__(flash_kda::sm90::Usual::kThreads, 1)
-    flash_kda_forward_sm90_general(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) {
-    flash_kda::sm90::forward<flash_kda::sm90::Usual::General>(p, maps);
-}
+FLASH_KDA_ENTRY(flash_kda_forward_sm90, Usual)
+FLASH_KDA_ENTRY(flash_kda_forward_sm90_general, Usual::General)
+FLASH_KDA_ENTRY(flash_kda_segments_sm90, Usual::Segments)
+FLASH_KDA_ENTRY(flash_kda_segments_sm90_general, Usual::Segments::General)

@@ -30,8 +30,14 @@ __device__ __forceinline__ uint64_t key_minus_descriptor(uint32_t slot16) {
 
 using Major = cute::SM90::GMMA::Major;
 
-// d[64x32] += a[64x16] b. The accumulator's quads are 8-column tiles.
-__device__ __forceinline__ void wgmma_n32(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
+// d[64x16] += a[64x16] b, for keys alone. The accumulator's quads are 8-column tiles.
+__device__ __forceinline__ void wgmma_tokens(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b) {
+    cute::SM90::GMMA::MMA_64x16x16_F32BF16BF16_RS<Major::K, Major::K>::fma(a[0], a[1], a[2], a[3], b, d[0][0], d[0][1], d[0][2], d[0][3], d[1][0],
+                                                                           d[1][1], d[1][2], d[1][3]);
+}
+
+// d[64x32] += a[64x16] b, for keys and queries.
+__device__ __forceinline__ void wgmma_tokens(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
     cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::K>::fma(a[0], a[1], a[2], a[3], b, d[0][0], d[0][1], d[0][2], d[0][3], d[1][0],
                                                                            d[1][1], d[1][2], d[1][3], d[2][0], d[2][1], d[2][2], d[2][3], d[3][0],
                                                                            d[3][1], d[3][2], d[3][3]);
