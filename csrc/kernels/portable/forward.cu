@@ -8,6 +8,7 @@
 // Shared memory (config.h): slots (slot.h), scratch of each prepare warp, barriers, a flag per slot.
 // Measured cost: docs/kernel-notes.md.
 
+#include "kernels/common/entry.cuh"
 #include "kernels/common/scan_segment.cuh"
 #include "kernels/portable/config.h"
 
@@ -106,17 +107,11 @@ __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps
 
 }  // namespace flash_kda::portable
 
-#define FLASH_KDA_ENTRY(name, config)                                                                            \
-    extern "C" __global__ void __launch_bounds__(flash_kda::portable::config::kThreads, 1)                       \
-        name(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) { \
-        flash_kda::portable::forward<flash_kda::portable::config>(p, maps);                                      \
-    }
-
-FLASH_KDA_ENTRY(flash_kda_forward_portable_wide, Wide)
-FLASH_KDA_ENTRY(flash_kda_forward_portable_wide_general, Wide::General)
-FLASH_KDA_ENTRY(flash_kda_segments_portable_wide, Wide::Segments)
-FLASH_KDA_ENTRY(flash_kda_segments_portable_wide_general, Wide::Segments::General)
-FLASH_KDA_ENTRY(flash_kda_forward_portable_narrow, Narrow)
-FLASH_KDA_ENTRY(flash_kda_forward_portable_narrow_general, Narrow::General)
-FLASH_KDA_ENTRY(flash_kda_segments_portable_narrow, Narrow::Segments)
-FLASH_KDA_ENTRY(flash_kda_segments_portable_narrow_general, Narrow::Segments::General)
+FLASH_KDA_ENTRY(flash_kda_forward_portable_wide, portable, Wide)
+FLASH_KDA_ENTRY(flash_kda_forward_portable_wide_general, portable, Wide::General)
+FLASH_KDA_ENTRY(flash_kda_segments_portable_wide, portable, Wide::Segments)
+FLASH_KDA_ENTRY(flash_kda_segments_portable_wide_general, portable, Wide::Segments::General)
+FLASH_KDA_ENTRY(flash_kda_forward_portable_narrow, portable, Narrow)
+FLASH_KDA_ENTRY(flash_kda_forward_portable_narrow_general, portable, Narrow::General)
+FLASH_KDA_ENTRY(flash_kda_segments_portable_narrow, portable, Narrow::Segments)
+FLASH_KDA_ENTRY(flash_kda_segments_portable_narrow_general, portable, Narrow::Segments::General)

@@ -10,6 +10,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "kernels/common/entry.cuh"
 #include "kernels/common/scan_segment.cuh"
 #include "kernels/sm90/config.h"
 #include "kernels/sm90/wgmma.cuh"
@@ -147,13 +148,7 @@ __device__ __forceinline__ void forward(const ForwardParams& p, const Maps& maps
 
 }  // namespace flash_kda::sm90
 
-#define FLASH_KDA_ENTRY(name, config)                                                                            \
-    extern "C" __global__ void __launch_bounds__(flash_kda::sm90::config::kThreads, 1)                           \
-        name(const __grid_constant__ flash_kda::ForwardParams p, const __grid_constant__ flash_kda::Maps maps) { \
-        flash_kda::sm90::forward<flash_kda::sm90::config>(p, maps);                                              \
-    }
-
-FLASH_KDA_ENTRY(flash_kda_forward_sm90, Usual)
-FLASH_KDA_ENTRY(flash_kda_forward_sm90_general, Usual::General)
-FLASH_KDA_ENTRY(flash_kda_segments_sm90, Usual::Segments)
-FLASH_KDA_ENTRY(flash_kda_segments_sm90_general, Usual::Segments::General)
+FLASH_KDA_ENTRY(flash_kda_forward_sm90, sm90, Usual)
+FLASH_KDA_ENTRY(flash_kda_forward_sm90_general, sm90, Usual::General)
+FLASH_KDA_ENTRY(flash_kda_segments_sm90, sm90, Usual::Segments)
+FLASH_KDA_ENTRY(flash_kda_segments_sm90_general, sm90, Usual::Segments::General)
