@@ -44,9 +44,8 @@ def calls(native: str) -> None:
     import torch
     from kda_cases import FP32, STRONG, WEAK
 
-    flags = (
-        torch.cuda.get_device_properties(0).multi_processor_count + 1
-    ) * 88  # bytes at a workspace's end that hold them
+    # Bytes at a workspace's end that hold them.
+    flags = (torch.cuda.get_device_properties(0).multi_processor_count + 1) * 88
 
     def call(problem: cases.Problem, **extras: Any) -> None:
         state = None if problem.initial_state is None else torch.zeros_like(problem.initial_state)

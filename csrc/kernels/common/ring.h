@@ -20,7 +20,8 @@ inline constexpr int kScheduleBytes = 320;           // schedule.cuh
 inline constexpr int kExchangeBytes = 16 * 144 * 4;  // chain.cuh
 
 // kGeneral: takes every form of input. Without it, what most calls are: see ForwardParams::general. They are compiled apart because the code of both
-// together outgrows the instruction cache, at a fifth of the speed. kSegments: for sequences that are cut into segments (segments.cuh). kExchange: there is room for it in shared memory (chain.cuh).
+// together outgrows the instruction cache, at a fifth of the speed. kSegments: for sequences that are cut into segments (segments.cuh).
+// kExchange: there is room in shared memory for what warps exchange when they chain states (chain.cuh).
 template <int kStages_, int kPrepareWarps_, bool kExchange_, bool kGeneral_ = false, bool kSegments_ = false>
 struct Ring {
     // Fewer than three slots and the scan, which waits for the next chunk before it hands over the last, would wait for ever.

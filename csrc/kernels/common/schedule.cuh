@@ -1,6 +1,7 @@
 // Which items a block works through, and in which order. A worker is a block; they are numbered against the order of blocks.
 //
-// Whole sequences. (Of sequences that are cut into segments: segments.cuh.) Items that cannot be cut, for they or the shares are short, are dealt out in turn. Else items are shared out evenly,
+// Whole sequences. (Those that are cut into segments: segments.cuh.) Items that cannot be cut, for they or the shares are short, are dealt out in turn. Else
+// items are shared out evenly,
 // whatever their lengths: they (a sequence's heads, then the next sequence's) lie one after the other on an axis, each as long as its chunks plus what an
 // item costs besides, and worker i takes [iQ, (i+1)Q), with Q an even share (McNaughton's wrap-around rule). An item that crosses a boundary is cut there:
 // its earlier tokens are the first thing that the worker after the boundary does, its later tokens the last thing of the worker before, which gets the
