@@ -460,6 +460,7 @@ __device__ __forceinline__ Block<Config>::Block(const ForwardParams& p) {
             barrier_init(place.ready(), 1);
             barrier_init(place.done(), kScanWarps);
         }
+        if (Config::kSegments) barrier_init(base + Config::kScheduleOffset + share::kDecided, 1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();

@@ -152,13 +152,6 @@ __device__ __forceinline__ uint32_t load_u32(uint32_t address) {
     return x;
 }
 
-// What another warp may write meanwhile: ptxas would take the plain load out of a loop.
-__device__ __forceinline__ uint32_t observe_u32(uint32_t address) {
-    uint32_t x;
-    asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
-}
-
 __device__ __forceinline__ float4 load_float4(uint32_t address) {
     float4 x;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");

@@ -27,13 +27,15 @@ __device__ __forceinline__ StatePlace stop_place(const ForwardParams& p, const C
     return {scan.transition ? p.stretch_transitions : p.stretch_states, cut.block(scan.stretch), true, false, scan.transition};
 }
 
-// By all scan warps: whether all blocks of the head go on with their segments, for all roles to see.
+// By one scan warp: whether all blocks of the head go on with their segments, for all roles to see.
 template <class Config>
 __device__ __forceinline__ void decide(const ForwardParams& p, const Block<Config>& block, const Cut& cut) {
-    const bool go_on = signal::await_all(p, cut, signal::kForgotten);
-    store_u32(block.base + Config::kScheduleOffset + share::kDecision, go_on ? share::kGoOn : share::kStartAnew);
+    const uint32_t at = block.base + Config::kScheduleOffset;
+    const bool goes_on = signal::await_all(p, cut, signal::kForgotten);
+    if (goes_on) publish(signal::of(p, cut, cut.segment, signal::kEnded), signal::value(p), threadIdx.x == 0);
+    store_u32(at + share::kGoesOn, goes_on);
     __syncwarp();
-    if (go_on) signal_together(signal::of(p, cut, cut.segment, signal::kEnded), signal::value(p));
+    if (cute::elect_one_sync()) barrier_arrive(at + share::kDecided);
 }
 
 // What a scan warp needs again after chunks: its step, and of a scan for states the chunks done and the segment that starts next.
@@ -101,7 +103,7 @@ __device__ __forceinline__ void scan_segment(const ForwardParams& p, const Block
                 publish(signal::of(p, cut, cut.segment, signal::kForgotten), signal::value(p, negligible(s)), threadIdx.x == 0);
             }
             // As late as the ring lets the other roles run ahead without knowing.
-            if (at.step == (cut.segment == 0 ? SegmentWalk::kHead : SegmentWalk::kZeroWindow)) decide(p, block, cut);
+            if (uniform(threadIdx.x / 32) == 0 && at.step == (cut.segment == 0 ? SegmentWalk::kHead : SegmentWalk::kZeroWindow)) decide(p, block, cut);
             if ((at.step == SegmentWalk::kRest || at.step == SegmentWalk::kSegment) && cut.segment == p.segments - 1) {
                 Item whole = {};
                 whole.sequence = cut.sequence, whole.head = cut.head;

@@ -58,8 +58,8 @@ __device__ __forceinline__ int chunks_of(int2 bounds) {
 // worth while.
 namespace share {
 inline constexpr int kFirst = 0, kLast = 4, kStep = 8, kFirstCut = 12, kLastCut = 16, kWorker = 20, kWindows = 24, kLong = 28;
-// With segments: whether all blocks of a head go on with them after their windows, or must scan for states; zero as long as it is not known.
-inline constexpr int kDecision = 32, kGoOn = 1, kStartAnew = 2;
+// With segments: whether all blocks of a head go on with them after their windows, instead of scanning for states; and the barrier that says that it is known.
+inline constexpr int kGoesOn = 32, kDecided = 40;
 // Room to find it, for each warp.
 inline constexpr int kSums = 64, kMaxima = kSums + 16 * 8;
 static_assert(kMaxima + 16 * 4 <= kScheduleBytes);
@@ -69,9 +69,8 @@ __device__ __forceinline__ int word(uint32_t at, int which) {
     return uniform(load_u32(at + which));
 }
 __device__ __forceinline__ bool goes_on(uint32_t at) {
-    int decision;
-    while ((decision = uniform(observe_u32(at + kDecision))) == 0) __nanosleep(20);
-    return decision == kGoOn;
+    barrier_wait(at + kDecided, 0);
+    return word(at, kGoesOn) != 0;
 }
 }  // namespace share
 

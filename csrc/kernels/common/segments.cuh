@@ -126,7 +126,7 @@ __device__ __forceinline__ void survey_segment(const ForwardParams& p, uint32_t 
     const Item item = find_part(p, cut, segment_begin(p, max(cut.segment, 1)), 1ll << 31);
     const bool tries =
         item.first - sequence_bounds(p, cut.sequence).x >= kWindowTokens && seems_forgotten<Config>(p, scratch, item.batch, item.first, item.head);
-    if (threadIdx.x == 0) store_u32(at + share::kWindows, tries), store_u32(at + share::kDecision, 0);
+    if (threadIdx.x == 0) store_u32(at + share::kWindows, tries);
     if (threadIdx.x < 32 && !tries) publish(signal::of(p, cut, cut.segment, signal::kForgotten), signal::value(p, false), threadIdx.x == 0);
 }
 
