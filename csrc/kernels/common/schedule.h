@@ -12,7 +12,7 @@ inline constexpr int kLeastPart = 8;
 inline constexpr int kLeastShare = 64;
 
 // Tokens of a window that leads up to a cut (forget.cuh), and what both windows cost, in chunks.
-inline constexpr int kWindowTokens = 64;
+inline constexpr int kWindowTokens = 48;
 inline constexpr int kWindowsCost = 2 * kWindowTokens / kChunkTokens + kItemCost;
 static_assert(kWindowTokens <= kLeastPart * kChunkTokens);
 
