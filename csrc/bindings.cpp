@@ -3,13 +3,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "host/device.h"
 #include "host/embedded.h"
 #include "host/forward.h"
+#include "host/quick.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -127,6 +131,56 @@ void forward(int device, std::uintptr_t stream, std::uintptr_t q, std::uintptr_t
     launch_forward(device, stream, call);
 }
 
+// The arguments of flash_kda.fwd up to cu_seqlens, then whether gradients are recorded.
+bool take_apart(PyObject* const* arguments, Py_ssize_t count, QuickCall& call) {
+    if (count != kQuickArguments + 1)
+        throw py::type_error("expected " + std::to_string(kQuickArguments + 1) + " arguments, got " + std::to_string(count));
+    QuickArguments named;
+    static_assert(sizeof(named) == kQuickArguments * sizeof(PyObject*));
+    std::copy_n(arguments, kQuickArguments, &named.q);
+    return quick_take_apart(named, arguments[kQuickArguments] == Py_True, call);
+}
+
+// By Python's own calling convention: pybind11's would cost as much as the call.
+PyObject* quick(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    try {
+        QuickCall call;
+        bool done = take_apart(arguments, count, call) && call.device_type == kQuickDevice;
+        if (done) {
+            py::gil_scoped_release release;
+            done = quick_launch(call);
+        }
+        return PyBool_FromLong(done);
+    } catch (py::builtin_exception& error) {
+        error.set_error();
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+
+PyMethodDef quick_definition = {
+    "quick", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&quick)), METH_FASTCALL,
+    "Launches the usual call; False, and nothing done, if it is not one. Arguments: those of fwd up to cu_seqlens, then whether gradients "
+    "are recorded."};
+
+// What quick would launch, in the order of forward's arguments from q to whole; None if it is not the usual call. For tests: on any device.
+py::object quick_arguments(const py::args& arguments) {
+    std::vector<PyObject*> objects;
+    for (const py::handle& argument : arguments) objects.push_back(argument.ptr());
+    QuickCall quick;
+    if (!take_apart(objects.data(), static_cast<Py_ssize_t>(objects.size()), quick)) return py::none();
+    const ForwardParams& p = quick.call.params;
+    const auto at = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data); };
+    const auto steps = [](const TokenTensor& tensor) { return py::make_tuple(tensor.strides.batch, tensor.strides.token, tensor.strides.head); };
+    return py::make_tuple(
+        at(p.q.data), at(p.k.data), at(p.v.data), at(p.g.data), at(p.beta.data), at(p.out.data), steps(p.q), steps(p.k), steps(p.v), steps(p.g),
+        steps(p.beta), steps(p.out), quick.call.B, p.T, p.H / p.group, p.H, p.N, at(p.A_log), at(p.dt_bias), at(p.initial.data),
+        p.initial.is_fp32 != 0, p.initial.row, at(p.final.data), p.final.is_fp32 != 0, p.final.row, at(p.cu_seqlens), p.cu_seqlens_is_int64 != 0,
+        p.scale, p.gate == Gate::kBounded ? py::object(py::float_(p.lower_bound)) : py::none(), p.g_is_fp32 != 0, p.beta_is_fp32 != 0,
+        p.normalise != 0, p.gate != Gate::kLogDecay, p.beta_is_logit != 0, p.beta_factor == 2.f, p.key_first == 0, quick.call.whole);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -150,4 +204,13 @@ PYBIND11_MODULE(_native, m) {
           "intermediate"_a, "checkpoints"_a, "workspace"_a, "workspace_bytes"_a,
           "Launches one call on `stream` of `device`. Pointers are integers, 0 = absent; strides are (batch, token, head) and rows of states, in "
           "elements.");
+    m.def(
+        "quick_setup",
+        [](const py::object& tensor, const py::object& parameter, const py::object& capsule) {
+            return quick_setup(tensor.ptr(), parameter.ptr(), capsule.ptr());
+        },
+        "Tensor"_a, "Parameter"_a, "exchange_api"_a, "Tells quick of torch. False if this torch's exchange API is none that it knows.");
+    m.attr("quick") = py::reinterpret_steal<py::object>(PyCFunction_New(&quick_definition, nullptr));
+    m.def("quick_arguments", &quick_arguments,
+          "What quick would launch, in the order of forward's arguments from q on; None: nothing. On any device.");
 }

@@ -139,6 +139,26 @@ def fwd(
             q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, out=out,
             final_state=final_state, intermediate_states=intermediate_states, checkpoint_states=checkpoint_states,
         )  # fmt: skip
+    # Most calls are checked and launched in C++, which is silent about those that it does not take.
+    usual = (q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
+    if (
+        _quick is not None
+        and out is not None
+        and use_qk_l2norm_in_kernel is True
+        and use_gate_in_kernel is True
+        and use_beta_sigmoid_in_kernel is True
+        and allow_neg_eigval is False
+        and state_v_first is True
+        and state_indices is None
+        and intermediate_states is None
+        and checkpoint_states is None
+        and checkpoint_offsets is None
+        and workspace is None
+        and cu_seqlens_cpu is None
+        and batch_invariant is False
+        and _quick(*usual, torch.is_grad_enabled())
+    ):
+        return out, final_state
     call = check(
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
@@ -218,9 +238,16 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
 _native: tuple[Callable[..., None], Callable[[int, int, int, int, bool, bool], int]] | None = None
 
 
+# The short way through the same module, where torch gives tensors to C (2.10 and newer); also bound at the first call.
+_quick: Callable[..., bool] | None = None
+
+
 def _load_native() -> tuple[Callable[..., None], Callable[[int, int, int, int, bool, bool], int]]:
-    global _native
+    global _native, _quick
     module = device_code.native()
+    api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if api is not None and module.quick_setup(Tensor, torch.nn.Parameter, api):
+        _quick = module.quick
     _native = (module.forward, module.workspace_size)
     return _native
 
