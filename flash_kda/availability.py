@@ -111,7 +111,7 @@ def _why_cut(segments: bool, whole: bool, call_of: dict[str, Any]) -> str:
     if segments:
         return (
             "few and long sequences are cut into segments, since sequences times heads alone would not fill the GPU; "
-            "heads whose states are forgotten within 64 tokens do not wait at a cut"
+            "heads whose states are forgotten within 48 tokens do not wait at a cut"
         )
     if call_of["batch_invariant"]:
         return "no sequence is cut into segments: the call asks for batch invariance"
@@ -121,7 +121,7 @@ def _why_cut(segments: bool, whole: bool, call_of: dict[str, Any]) -> str:
         return "no sequence is cut into segments: FLASH_KDA_SPLIT=0"
     return (
         "no sequence is cut into segments: it would not pay; where one crosses the end of a block's share, "
-        "heads whose states are forgotten within 64 tokens do not wait"
+        "heads whose states are forgotten within 48 tokens do not wait"
     )
 
 

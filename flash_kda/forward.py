@@ -64,7 +64,7 @@ def fwd(
     tensors' device, on torch's current stream there, and returns at once: it never waits for the GPU, allocates nothing but an
     ``out`` and a workspace (``get_workspace_size``) that were not given, and can be captured in a CUDA graph. Where sequences
     times heads would leave most of the GPU idle, a long sequence (one, or the rows of a batch) is cut into segments whose
-    states are chained exactly, and where the gates prove to forget a state within 64 tokens, what follows a cut does not wait
+    states are chained exactly, and where the gates prove to forget a state within 48 tokens, what follows a cut does not wait
     for it; that changes results by rounding alone, and ``batch_invariant`` or FLASH_KDA_SPLIT=0 in the environment prevents
     it. On CPU tensors the call runs the reference (slow; warns once).
 

@@ -111,7 +111,7 @@ def test_a_call_that_is_cut(fake: fake_native.FakeNative) -> None:
 def test_calls_that_are_not_cut(fake: fake_native.FakeNative, monkeypatch: pytest.MonkeyPatch) -> None:
     small = flash_kda.explain(**call_on("cuda")).reason
     assert "it would not pay" in small
-    assert "forgotten within 64 tokens do not wait" in small
+    assert "forgotten within 48 tokens do not wait" in small
     assert "forgotten" not in flash_kda.explain(**call_on("cuda", batch_invariant=True)).reason
     fake.workspace_bytes = 640
     states = torch.zeros(1, 2, 128, 128)

@@ -17,7 +17,7 @@ namespace flash_kda {
 // Of each entry of P. What is left out is then at most 128 * 2^-64 = 2^-57 of the largest entry of the state before the window.
 inline constexpr float kNegligible = 0x1p-64f;
 // In powers of two, of the channel that decays least: random keys and gates leave of P up to 2^50 times what this says.
-inline constexpr float kPromisingDecay = 96.f;
+inline constexpr float kPromisingDecay = 80.f;
 
 // Whether the tokens before `token` of a batch row seem to forget, by all threads of the block. `scratch`: of shared memory, kThreads floats.
 template <class Config>
