@@ -103,7 +103,8 @@ __device__ __forceinline__ void scan_segment(const ForwardParams& p, const Block
                 publish(signal::of(p, cut, cut.segment, signal::kForgotten), signal::value(p, negligible(s)), threadIdx.x == 0);
             }
             // As late as the ring lets the other roles run ahead without knowing.
-            if (uniform(threadIdx.x / 32) == 0 && at.step == (cut.segment == 0 ? SegmentWalk::kHead : SegmentWalk::kZeroWindow)) decide(p, block, cut);
+            if (uniform(threadIdx.x / 32) == 0 && at.step == (cut.segment == 0 ? SegmentWalk::kHead : SegmentWalk::kZeroWindow))
+                decide(p, block, cut);
             if ((at.step == SegmentWalk::kRest || at.step == SegmentWalk::kSegment) && cut.segment == p.segments - 1) {
                 Item whole = {};
                 whole.sequence = cut.sequence, whole.head = cut.head;
