@@ -43,15 +43,7 @@ def unchecked(locked: dict[str, dict[str, Any]], folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "tool",
-    [
-        *TOOLS[:-1],
-        pytest.param(
-            "racecheck", marks=pytest.mark.xfail(strict=True, reason="docs/kernel-notes.md, Checks beyond the tests")
-        ),
-    ],
-)
+@pytest.mark.parametrize("tool", TOOLS)
 def test_the_sanitizer_found_nothing(tool: str) -> None:
     missing = [pair for pair in unchecked(read_device_code_lock(), RECORDS) if pair.startswith(tool)]
     assert missing == [], (

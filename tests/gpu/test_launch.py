@@ -250,5 +250,6 @@ def test_host_time_of_a_call() -> None:
     record.used_kernel(0)
     best = min(samples)
     record.time("host time of a call", best)
-    # A guard against a lost fast path, not a promise: the same code took 17 to 27 us on machines of one kind.
-    assert best <= 40.0, f"a call takes {best:.1f} us of host time"
+    # Where torch gives its tensors to C the promise; else a guard: the same code took 17 to 27 us on machines of one kind.
+    limit = 12.0 if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else 40.0
+    assert best <= limit, f"a call takes {best:.1f} us of host time, more than {limit}"
