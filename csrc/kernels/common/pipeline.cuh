@@ -61,6 +61,48 @@ struct Block {
     __device__ __forceinline__ Place<Config> first_place() const { return {base, 0, 0}; }
 };
 
+// ---- states of items -----------------------------------------------------------------------------------------------------------------
+
+// Where an item's state comes from or goes to.
+struct StatePlace {
+    const void* base = nullptr;  // null: nowhere
+    int number = 0;              // of the state, from base
+    bool fp32 = true;
+    bool handoff = false;    // to another block, which waits for it
+    bool key_first = false;  // [K, V]
+};
+
+__device__ __forceinline__ long long load_index(const IndexTensor& tensor, long long at) {
+    return tensor.is_int64 ? static_cast<const long long*>(tensor.data)[at] : static_cast<const int*>(tensor.data)[at];
+}
+
+// The state of a head in one row of a tensor.
+__device__ __forceinline__ StatePlace place_in(const ForwardParams& p, const StateTensor& tensor, long long row, int head) {
+    return {static_cast<const char*>(tensor.data) + row * tensor.row * (tensor.is_fp32 ? 4 : 2), head, tensor.is_fp32 != 0, false, p.key_first != 0};
+}
+
+// An item's state among the caller's initial or final ones.
+__device__ __forceinline__ StatePlace place_of(const ForwardParams& p, const StateTensor& tensor, const Item& item) {
+    if (tensor.data == nullptr) return {};
+    long long row = item.sequence;
+    if (p.slots.data != nullptr) {
+        row = load_index(p.slots, row);
+        if (row < 0 || row >= p.pool_rows) return {};
+    }
+    return place_in(p, tensor, row, item.head);
+}
+
+__device__ __forceinline__ StatePlace initial_place(const ForwardParams& p, const Item& item) {
+    if (item.taken_over >= 0) return {p.handoff_states, item.taken_over, true};
+    return item.window ? StatePlace{} : place_of(p, p.initial, item);
+}
+
+__device__ __forceinline__ StatePlace final_place(const ForwardParams& p, const Item& item) {
+    if (item.window) return {};
+    if (item.handed_on >= 0) return {p.handoff_states, item.handed_on, true, true};
+    return place_of(p, p.final, item);
+}
+
 // ---- move ----------------------------------------------------------------------------------------------------------------------------
 
 // Tiles that an item has no use for: for states alone there are no queries, and for P no values.
@@ -157,6 +199,21 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, uint32_t out,
     __syncwarp();
 }
 
+// How many chunks before an item's end the state that the next one starts from is asked for.
+inline constexpr int kPrefetchChunks = 4;
+
+// Brings it into L2.
+__device__ __forceinline__ void prefetch_state(const ForwardParams& p, const Item& item) {
+    if (item.taken_over >= 0) return;  // not there yet
+    const StatePlace place = initial_place(p, item);
+    if (place.base == nullptr) return;
+    const uint32_t bytes = kHeadDim * kHeadDim * (place.fp32 ? 4 : 2);
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                 :
+                 : "l"(static_cast<const char*>(place.base) + static_cast<long long>(place.number) * bytes), "r"(bytes)
+                 : "memory");
+}
+
 template <class Config>
 __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, const Block<Config>& block) {
     const bool elected = cute::elect_one_sync();
@@ -166,9 +223,13 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
     Place<Config> place = block.first_place();
     bool slot_before = false;
     auto walk = block.items();
-    for (Item item; block.next_item(p, walk, item);) {
+    Item item;
+    for (bool more = block.next_item(p, walk, item); more;) {
+        Item coming;
+        if constexpr (!Config::kSegments) more = block.next_item(p, walk, coming);  // with segments it may not be known yet
         const int count = item.count();
         for (int chunk = 0; chunk < count; ++chunk, place.advance()) {
+            if (!Config::kSegments && more && elected && chunk == max(count - kPrefetchChunks, 0)) prefetch_state(p, coming);
             barrier_wait(place.done(), place.phase);
             const uint32_t out = place.slot() + slot::kOut;
             const bool whole = item.valid(chunk) == kChunkTokens && (!Config::kGeneral || (p.by_hand & by_hand::kOut) == 0);
@@ -192,6 +253,11 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
                 loader.load_next(p, maps, elected, block);
             }
             slot_before = true;
+        }
+        if constexpr (Config::kSegments) {
+            more = block.next_item(p, walk, item);
+        } else {
+            item = coming;
         }
     }
     if (elected) cute::tma_store_wait<0>();
@@ -276,47 +342,7 @@ __device__ __forceinline__ void prepare(const ForwardParams& p, const Block<Conf
     }
 }
 
-// ---- states of items -----------------------------------------------------------------------------------------------------------------
-
-// Where an item's state comes from or goes to.
-struct StatePlace {
-    const void* base = nullptr;  // null: nowhere
-    int number = 0;              // of the state, from base
-    bool fp32 = true;
-    bool handoff = false;    // to another block, which waits for it
-    bool key_first = false;  // [K, V]
-};
-
-__device__ __forceinline__ long long load_index(const IndexTensor& tensor, long long at) {
-    return tensor.is_int64 ? static_cast<const long long*>(tensor.data)[at] : static_cast<const int*>(tensor.data)[at];
-}
-
-// The state of a head in one row of a tensor.
-__device__ __forceinline__ StatePlace place_in(const ForwardParams& p, const StateTensor& tensor, long long row, int head) {
-    return {static_cast<const char*>(tensor.data) + row * tensor.row * (tensor.is_fp32 ? 4 : 2), head, tensor.is_fp32 != 0, false, p.key_first != 0};
-}
-
-// An item's state among the caller's initial or final ones.
-__device__ __forceinline__ StatePlace place_of(const ForwardParams& p, const StateTensor& tensor, const Item& item) {
-    if (tensor.data == nullptr) return {};
-    long long row = item.sequence;
-    if (p.slots.data != nullptr) {
-        row = load_index(p.slots, row);
-        if (row < 0 || row >= p.pool_rows) return {};
-    }
-    return place_in(p, tensor, row, item.head);
-}
-
-__device__ __forceinline__ StatePlace initial_place(const ForwardParams& p, const Item& item) {
-    if (item.taken_over >= 0) return {p.handoff_states, item.taken_over, true};
-    return item.window ? StatePlace{} : place_of(p, p.initial, item);
-}
-
-__device__ __forceinline__ StatePlace final_place(const ForwardParams& p, const Item& item) {
-    if (item.window) return {};
-    if (item.handed_on >= 0) return {p.handoff_states, item.handed_on, true, true};
-    return place_of(p, p.final, item);
-}
+// ---- what a scan warp keeps----------------------------------------------------------------------------------------------------------
 
 // Chunks of the item that are still to come.
 template <class Config>
