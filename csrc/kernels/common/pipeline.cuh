@@ -222,14 +222,10 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
 
     Place<Config> place = block.first_place();
     bool slot_before = false;
-    auto walk = block.items();
-    Item item;
-    for (bool more = block.next_item(p, walk, item); more;) {
-        Item coming;
-        if constexpr (!Config::kSegments) more = block.next_item(p, walk, coming);  // with segments it may not be known yet
+    const auto drain = [&](const Item& item, bool more, const Item& coming) {
         const int count = item.count();
         for (int chunk = 0; chunk < count; ++chunk, place.advance()) {
-            if (!Config::kSegments && more && elected && chunk == max(count - kPrefetchChunks, 0)) prefetch_state(p, coming);
+            if (more && elected && chunk == max(count - kPrefetchChunks, 0)) prefetch_state(p, coming);
             barrier_wait(place.done(), place.phase);
             const uint32_t out = place.slot() + slot::kOut;
             const bool whole = item.valid(chunk) == kChunkTokens && (!Config::kGeneral || (p.by_hand & by_hand::kOut) == 0);
@@ -254,9 +250,16 @@ __device__ __forceinline__ void move(const ForwardParams& p, const Maps& maps, c
             }
             slot_before = true;
         }
-        if constexpr (Config::kSegments) {
-            more = block.next_item(p, walk, item);
-        } else {
+    };
+    auto walk = block.items();
+    Item item;
+    if constexpr (Config::kSegments) {  // which item comes next may not be known yet
+        while (block.next_item(p, walk, item)) drain(item, false, item);
+    } else {
+        for (bool more = block.next_item(p, walk, item); more;) {
+            Item coming;
+            more = block.next_item(p, walk, coming);
+            drain(item, more, coming);
             item = coming;
         }
     }

@@ -58,7 +58,7 @@ __device__ __forceinline__ void clear_values(uint32_t slot, int lane) {
 
 // Product of 8x8 matrices, lane's elements: a at row g, columns 2c and 2c+1; b at rows 2c and 2c+1, column g; the result as a. It is the
 // upper half of an mma whose k = c stands for 2c, k = c+4 for 2c+1: so an accumulator is an A fragment. tf32 is accurate to 2^-11, which is
-// finer than the bf16 that T becomes; `exact` adds what the cut to tf32 leaves over.
+// finer than the bf16 that U becomes; `exact` adds what the cut to tf32 leaves over.
 __device__ __forceinline__ float2 multiply_8x8(float a0, float a1, float b0, float b1, bool exact) {
     const auto rest = [](float x) { return __float_as_uint(x - __uint_as_float(__float_as_uint(x) & 0xffffe000u)); };
     float d[4] = {};
@@ -207,8 +207,8 @@ struct Origin {
     }
 };
 
-// `beta` is lane t's, activated, for t < valid, else 0. `scratch`: kScratchBytes. Returns whether some keys are near-equal; only then the low half of T
-// is written. Without kQueries neither Q~ nor the scores are found.
+// `beta` is lane t's, activated, for t < valid, else 0. `scratch`: kScratchBytes. Returns whether some keys are near-equal. Without kQueries
+// neither Q~ nor the scores are found.
 template <bool kGeneral, bool kQueries>
 __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t slot, uint32_t scratch, uint32_t bias, GateConstants gate,
                                               const Origin& origin, float beta, int valid, int lane) {
@@ -340,11 +340,12 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
         const uint32_t at = slot + slot::kScores + lane * 4;
         const int s = 2 * c;
         store_u32(at, pack_bf16(s <= g ? scores[0][0] : 0.f, s + 1 <= g ? scores[0][1] : 0.f));
-        store_u32(at + slot::kBlockBytes, 0u);
-        store_u32(at + 2 * slot::kBlockBytes, pack_bf16(scores[0][2], scores[0][3]));
-        store_u32(at + 3 * slot::kBlockBytes, pack_bf16(s <= g ? scores[1][2] : 0.f, s + 1 <= g ? scores[1][3] : 0.f));
+        store_u32(at + 2 * slot::kScoresBlockBytes, pack_bf16(scores[0][2], scores[0][3]));
+        store_u32(at + 3 * slot::kScoresBlockBytes, pack_bf16(s <= g ? scores[1][2] : 0.f, s + 1 <= g ? scores[1][3] : 0.f));
     }
 
+    // Of T's columns: beta, and what the scan's product of T and D loses, both operands being cut to tf32.
+    const float factor = beta * (kCutToTf32 * kCutToTf32);
     // T = X diag(beta), X = (I + L)^-1, L = diag(beta) M, in 8x8 blocks: X11 and X22 by substitution, X21 = -X22 L21 X11. L goes to the
     // scratch transposed, X11 and X22 then over it, by rows.
     const float beta_low = __shfl_sync(~0u, beta, g), beta_high = __shfl_sync(~0u, beta, g + 8);
@@ -358,7 +359,7 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
         store_float(scratch + ((2 * c + e + 8) * kScratchStride + g + 8) * 4, m[1][2 + e]);
     }
     const bool collinear = __any_sync(~0u, near_equal);
-    if (lane < kChunkTokens) store_float(scratch + ((lane >> 2) * kScratchStride + kChunkTokens + (lane & 3)) * 4, beta);
+    if (lane < kChunkTokens) store_float(scratch + ((lane >> 2) * kScratchStride + kChunkTokens + (lane & 3)) * 4, factor);
     __syncwarp();
     // Lane i of 16 finds its row within its block: x_ij = [i = j] - sum_{k>j} x_ik L_kj. (Lanes 16-31 repeat them.)
     const int row = lane & 15, block = (row >> 3) * 8;
@@ -392,31 +393,17 @@ __device__ __forceinline__ bool prepare_chunk(const ForwardParams& p, uint32_t s
     __syncwarp();
     const uint32_t x22_row = scratch + ((8 + g) * kScratchStride + 8 + 2 * c) * 4, y_column = scratch + (g * kScratchStride + 8 + 2 * c) * 4;
     const float2 x21 = multiply_8x8(load_float(x22_row), load_float(x22_row + 4), load_float(y_column), load_float(y_column + 4), collinear);
-    // Stores: a row of 8 of a diagonal block each by lanes 0-15; a pair of X21 and of the zero block by every lane. Then what bf16 left over.
-    const uint32_t row_at = slot + (block >> 3) * 3 * slot::kBlockBytes + (row & 7) * 16, pair_at = slot + lane * 4;
-    uint32_t t[4];
-    float2 pair;
+    // Stores: a row of 8 of a diagonal block each by lanes 0-15, a pair of X21 by every lane.
     {
         const uint32_t b = scratch + ((block >> 2) * kScratchStride + kChunkTokens) * 4;
+        const uint32_t at = slot + slot::kTransform + (block >> 3) * 2 * slot::kTransformBlockBytes + (row & 7) * 32;
         const float4 first = load_float4(b), second = load_float4(b + kScratchStride * 4);
         x[0] *= first.x, x[1] *= first.y, x[2] *= first.z, x[3] *= first.w;
         x[4] *= second.x, x[5] *= second.y, x[6] *= second.z, x[7] *= second.w;
-        pair.x = -x21.x * __shfl_sync(~0u, beta, 2 * c), pair.y = -x21.y * __shfl_sync(~0u, beta, 2 * c + 1);
+        if (lane < kChunkTokens) store_float4(at, x[0], x[1], x[2], x[3]), store_float4(at + 16, x[4], x[5], x[6], x[7]);
     }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) t[j] = pack_bf16(x[2 * j], x[2 * j + 1]);
-    uint32_t t21 = pack_bf16(pair.x, pair.y);
-    if (lane < kChunkTokens) store_u32x4(row_at + slot::kTransformHigh, t);
-    store_u32(pair_at + slot::kTransformHigh + slot::kBlockBytes, 0u);
-    store_u32(pair_at + slot::kTransformHigh + 2 * slot::kBlockBytes, t21);
-    if (collinear) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) t[j] = pack_bf16(x[2 * j] - bf16_low(t[j]), x[2 * j + 1] - bf16_high(t[j]));
-        t21 = pack_bf16(pair.x - bf16_low(t21), pair.y - bf16_high(t21));
-        if (lane < kChunkTokens) store_u32x4(row_at + slot::kTransformLow, t);
-        store_u32(pair_at + slot::kTransformLow + slot::kBlockBytes, 0u);
-        store_u32(pair_at + slot::kTransformLow + 2 * slot::kBlockBytes, t21);
-    }
+    store_float2(slot + slot::kTransform + slot::kTransformBlockBytes + lane * 8, -x21.x * __shfl_sync(~0u, factor, 2 * c),
+                 -x21.y * __shfl_sync(~0u, factor, 2 * c + 1));
     return collinear;
 }
 

@@ -152,6 +152,12 @@ __device__ __forceinline__ uint32_t load_u32(uint32_t address) {
     return x;
 }
 
+__device__ __forceinline__ float2 load_float2(uint32_t address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ float4 load_float4(uint32_t address) {
     float4 x;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
@@ -160,6 +166,10 @@ __device__ __forceinline__ float4 load_float4(uint32_t address) {
 
 __device__ __forceinline__ void store_float(uint32_t address, float x) {
     asm volatile("st.shared.f32 [%0], %1;" : : "r"(address), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_float2(uint32_t address, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(address), "f"(x), "f"(y) : "memory");
 }
 
 __device__ __forceinline__ void store_float4(uint32_t address, float x, float y, float z, float w) {

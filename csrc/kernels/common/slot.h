@@ -19,15 +19,15 @@ inline constexpr int kKeyMinus = kGate;
 inline constexpr int kValue = 6 * kPanelBytes;
 inline constexpr int kOut = kValue;
 inline constexpr int kPanelStride = kPanelBytes;
-// 16x16 bf16 matrices as four 8x8 blocks, block (row/8, col/8) at index 2*(row/8) + col/8.
-inline constexpr int kBlockBytes = 8 * 8 * 2;
-inline constexpr int kBlockMatrixBytes = 4 * kBlockBytes;
-inline constexpr int kScores = 8 * kPanelBytes;                           // lower(Q~ K^^T), [t][s]
-inline constexpr int kTransformHigh = kScores + kBlockMatrixBytes;        // T, [t][s], bf16
-inline constexpr int kTransformLow = kTransformHigh + kBlockMatrixBytes;  // T minus its bf16 rounding
+// lower(Q~ K^^T), [t][s], bf16: four 8x8 blocks, block (t/8, s/8) at index 2*(t/8) + s/8. The upper right one, zero, is neither written nor used.
+inline constexpr int kScores = 8 * kPanelBytes;
+inline constexpr int kScoresBlockBytes = 8 * 8 * 2;
+// T, [t][s], fp32: three 8x8 blocks, upper left, lower left, lower right.
+inline constexpr int kTransform = kScores + 4 * kScoresBlockBytes;
+inline constexpr int kTransformBlockBytes = 8 * 8 * 4;
 // A_C: 128 fp32. Channel ch at float (ch/16)*16 + (ch%8/2)*4 + (ch%16/8)*2 + ch%2: what one lane of the state's
 // fragment layout needs for 16 channels is one 16-byte word.
-inline constexpr int kDecay = kTransformLow + kBlockMatrixBytes;
+inline constexpr int kDecay = kTransform + 4 * kTransformBlockBytes;
 inline constexpr int kBytes = kDecay + 512;
 inline constexpr int kLoadBytes = 8 * kPanelBytes;  // q, k, v, g
 inline constexpr int kAlignment = 1024;             // the swizzle's period

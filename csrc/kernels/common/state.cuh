@@ -81,11 +81,33 @@ __device__ __forceinline__ void store_state_key_first(const State& s, Element* a
     }
 }
 
-// d += a * [t][s]^T for a 16x16 block matrix: columns 0-7 into d[0], 8-15 into d[1].
-__device__ __forceinline__ void multiply_block_matrix(float (&d)[2][4], const uint32_t (&a)[4], const uint32_t (&blocks)[4]) {
-    mma(d[0], a, blocks[0], blocks[1]);
+// d += a scores^T, given the blocks of the scores: tokens 0-7 into d[0], 8-15 into d[1].
+__device__ __forceinline__ void multiply_scores(float (&d)[2][4], const uint32_t (&a)[4], const uint32_t (&blocks)[4]) {
+    mma_k8(d[0], a[0], a[1], blocks[0]);
     mma(d[1], a, blocks[2], blocks[3]);
 }
+
+// T of a slot: of each block row g, columns 2c and 2c+1.
+struct Transform {
+    float2 blocks[3];
+
+    __device__ __forceinline__ void load(uint32_t slot, int lane) {
+#pragma unroll
+        for (int i = 0; i < 3; ++i) blocks[i] = load_float2(slot + slot::kTransform + i * slot::kTransformBlockBytes + lane * 8);
+    }
+    // D T^T, of which the tensor cores take 10 bits of the mantissa. Inner tokens are taken in another order (k = c is token 2c, k = c+4 token 2c+1), for an
+    // accumulator is then an operand as it is.
+    __device__ __forceinline__ void multiply(float (&u)[2][4], const float (&d)[2][4]) const {
+        const auto add = [](float (&u)[4], const float (&d)[4], const float2& t) {
+            const uint32_t a[4] = {__float_as_uint(d[0]), __float_as_uint(d[2]), __float_as_uint(d[1]), __float_as_uint(d[3])};
+            mma_tf32(u, a, __float_as_uint(t.x), __float_as_uint(t.y));
+        };
+        float rest[4] = {};  // by itself, for a product that hangs on another waits for the tensor cores twice
+        add(u[0], d[0], blocks[0]), add(u[1], d[0], blocks[1]), add(rest, d[1], blocks[2]);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) u[1][r] += rest[r];
+    }
+};
 
 __device__ __forceinline__ void pack_fragment(uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
     a[0] = pack_bf16(low[0], low[1]);

@@ -39,9 +39,10 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
             }
         }
 
-        uint32_t v[4], high[4], scores[4];
+        uint32_t v[4], scores[4];
+        Transform transform;
         load_matrices_transposed(v, slot + slot::kValue + v_offset);
-        load_matrices(high, slot + slot::kTransformHigh + here * 16);
+        transform.load(slot, here);
         if (kOutputs) load_matrices(scores, slot + slot::kScores + here * 16);
         const bool collinear = load_u32(place.collinear()) != 0;
         __syncwarp();  // all of V is read before O is written over it
@@ -54,20 +55,14 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
                 d[h][2 * r + 1] = bf16_high(v[2 * h + r]) - p_k[h][2 * r + 1];
             }
         }
-        uint32_t d_fragment[4], u_fragment[4];
-        pack_fragment(d_fragment, d[0], d[1]);
-        multiply_block_matrix(u, d_fragment, high);
-        if (collinear) {
-            uint32_t low[4];
-            load_matrices(low, slot + slot::kTransformLow + fresh_lane() * 16);
-            multiply_block_matrix(u, d_fragment, low);
-        }
+        uint32_t u_fragment[4];
+        transform.multiply(u, d);
         pack_fragment(u_fragment, u[0], u[1]);
-        if (kOutputs) multiply_block_matrix(out, u_fragment, scores);
+        if (kOutputs) multiply_scores(out, u_fragment, scores);
         uint32_t u_rest[4];
         if (collinear) {
             pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
-            if (kOutputs) multiply_block_matrix(out, u_rest, scores);
+            if (kOutputs) multiply_scores(out, u_rest, scores);
         }
         if (kOutputs) {
             uint32_t o[4];

@@ -61,9 +61,10 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
         place.advance();
         if (left > 0) barrier_wait(place.ready(), place.phase);
         const int here = fresh_lane();
-        uint32_t v[4], high[4], scores[4];
+        uint32_t v[4], scores[4];
+        Transform transform;
         load_matrices_transposed(v, slot + slot::kValue + v_offset);
-        load_matrices(high, slot + slot::kTransformHigh + here * 16);
+        transform.load(slot, here);
         __syncwarp();  // all of V is read before O is written over it
         pin(s);
         cute::warpgroup_wait<0>();
@@ -87,20 +88,14 @@ __device__ __forceinline__ void scan_chunks(State& s, Place<Config>& place, int 
                 }
             }
         }
-        uint32_t d_fragment[4], u_fragment[4], u_rest[4];
-        pack_fragment(d_fragment, d[0], d[1]);
-        multiply_block_matrix(u, d_fragment, high);
-        if (collinear) {
-            uint32_t low[4];
-            load_matrices(low, slot + slot::kTransformLow + fresh_lane() * 16);
-            multiply_block_matrix(u, d_fragment, low);
-        }
+        uint32_t u_fragment[4], u_rest[4];
+        transform.multiply(u, d);
         pack_fragment(u_fragment, u[0], u[1]);
         // O's products first: behind the state's they would wait for the tensor cores.
-        if (kOutputs) multiply_block_matrix(out, u_fragment, scores);
+        if (kOutputs) multiply_scores(out, u_fragment, scores);
         if (collinear) {
             pack_fragment_rest(u_rest, u_fragment, u[0], u[1]);
-            if (kOutputs) multiply_block_matrix(out, u_rest, scores);
+            if (kOutputs) multiply_scores(out, u_rest, scores);
         }
 
         pin(s);
